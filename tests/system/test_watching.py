@@ -91,6 +91,27 @@ def test_at_a_terminal_the_lines_are_written_over_those_before(run: toolkit.Run)
     assert b"SUCCEEDED" in screens[-1]
 
 
+def test_several_runs_are_shown_until_all_have_ended(
+    run: toolkit.Run, tmp_path: Path, until: Until
+) -> None:
+    other = started(tmp_path, until, name="other")
+    argv = [str(TOOLKIT), "status", run.name, other.name]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"state: +(\w+)", shown) == ["RUNNING", "RUNNING"]
+    assert "\n\nuri: " in shown
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True)
+    assert [each["name"] for each in json.loads(done.stdout)] == [run.name, other.name]
+    end(run)
+    run.wait(300)
+    with subprocess.Popen([*argv, "-w"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = [process.stdout.readline(), process.stdout.readline()]
+        assert [line.split()[1] for line in first] == ["SUCCEEDED", "RUNNING"]
+        end(other)
+        assert process.wait(300) == 0
+        assert re.search(rf"{other.name} +SUCCEEDED", process.stdout.read())
+
+
 def test_top_shows_the_runs_that_go_on_and_their_end(
     run: toolkit.Run, tmp_path: Path, until: Until
 ) -> None:

@@ -153,6 +153,21 @@ def watch(run: toolkit.Run) -> int:
     raise AssertionError("there is always another pause")
 
 
+def watch_several(runs: list[toolkit.Run]) -> int:
+    """Show a line for each run until all have ended; return `status --watch`'s exit status."""
+    from toolkit.cli.summary import top_lines
+    from toolkit.runs.run import pauses
+
+    screen = _Screen()
+    for pause_s in pauses(first_s=2.0):
+        statuses = toolkit.statuses(runs)
+        screen.show(list(top_lines(zip(runs, statuses, strict=True))))
+        if all(status.state.final or status.lost for status in statuses):
+            return exit_status.of_runs(statuses)
+        time.sleep(pause_s)
+    raise AssertionError("there is always another pause")
+
+
 def watch_all(last: int, job: str | None) -> None:
     """Show the runs that have not ended, and those that end meanwhile, until Ctrl-C.
 

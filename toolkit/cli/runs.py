@@ -64,26 +64,32 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
-@RUN
+@RUNS
 @TRUST
 @JSON
 @click.option(
-    "--watch", "-w", is_flag=True, help="Show it again and again until the run has ended."
+    "--watch",
+    "-w",
+    is_flag=True,
+    help="Show it again and again until the run has ended; of several runs, a line each.",
 )
-def status(run: str, trust: bool, as_json: bool, watch: bool) -> None:
-    """Show the state of a run, the reason for it, and how far it is."""
+def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> None:
+    """Show the state of runs, the reason for it, and how far they are."""
     from toolkit.cli.summary import summary_lines, summary_of
 
-    opened = toolkit.open_run(run, trust=trust)
+    runs = [toolkit.open_run(name, trust=trust) for name in names]
     if watch and as_json:
         raise click.UsageError("--watch shows lines; leave out --json")
     if watch:
-        sys.exit(output.watch(opened))
-    summary = summary_of(opened)
+        sys.exit(output.watch(runs[0]) if len(runs) == 1 else output.watch_several(runs))
+    # One request for all; a cluster that does not answer is an error only if one run is asked for.
+    statuses = toolkit.statuses(runs) if len(runs) > 1 else [None]
+    summaries = [summary_of(run, status) for run, status in zip(runs, statuses, strict=True)]
     if as_json:
-        click.echo(json.dumps(summary, indent=2))
-    else:
-        output.echo_lines(summary_lines(summary))
+        click.echo(json.dumps(summaries if len(runs) > 1 else summaries[0], indent=2))
+        return
+    for number, summary in enumerate(summaries):
+        output.echo_lines(itertools.chain([""] if number else [], summary_lines(summary)))
 
 
 @cli.command(epilog=example("toolkit top"))

@@ -218,11 +218,14 @@ class _Start:
         elif event == "error":
             self.failed_at = when
 
-    def add_step(self, step: int, when: float, rate: float | None) -> None:
-        """Add a record of `metrics.jsonl`; `rate` is the step's samples per second."""
+    def add_step(self, step: int, row: Mapping[str, Any], when: float) -> None:
+        """Add a record of `metrics.jsonl`."""
         if self.steps and step <= self.steps[-1]:
             return  # an evaluation has a record of its own
-        if rate and self.batch:
+        rate, took = (untrusted.finite(row.get(key)) for key in ("samples_per_s", "seconds"))
+        if took is not None:
+            seconds = max(took, 0.0)
+        elif rate and self.batch:
             seconds = self.batch / rate
         elif self.stepped_at is not None:
             seconds = max(when - self.stepped_at, 0.0)
@@ -375,7 +378,7 @@ def _read_starts(folder: Path) -> list[_Start]:
     for row, when in _rows(folder / "metrics.jsonl"):
         start = starts.of(row, when)
         if (step := untrusted.whole(row.get("step"))) is not None:
-            start.add_step(step, when, untrusted.finite(row.get("samples_per_s")))
+            start.add_step(step, row, when)
     return starts.in_order()
 
 

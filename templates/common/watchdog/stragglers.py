@@ -7,6 +7,7 @@ late. Where it is late all the time, they have waited once in each step, or more
 many collectives as recur in the same order with the same sizes.
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,8 +23,18 @@ FASTER = 0.10
 LAST_IN = 0.9
 """and if it comes last in this share of the steps."""
 
-Arrivals = Mapping[int, tuple[int, int]]
-"""By a collective's number: when a rank began it, in nanoseconds, and a sum of name and sizes."""
+
+class Arrivals(NamedTuple):
+    """When a rank has begun its newest collectives."""
+
+    first: int
+    """The number of the first of them."""
+
+    times: Sequence[float]
+    """In seconds since 1970, by the clock of the rank's node; without a gap."""
+
+    kinds: Sequence[int]
+    """A sum of name and sizes for each; only that of the first rank is read."""
 
 
 class Straggler(NamedTuple):
@@ -34,18 +45,23 @@ class Straggler(NamedTuple):
     """By which share the run would be faster without it."""
 
 
-def arrivals_of(entries: Iterable[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
     """Return the newest collectives of all ranks that a rank has begun on the CPU (gloo).
 
     With NCCL, ranks only queue collectives, so that these times say nothing.
     """
-    arrivals = {}
-    for entry in list(entries)[-MOST:]:
-        name, (group, _) = entry["profiling_name"], entry["process_group"]
-        if group == "0" and not entry["is_p2p"] and name.startswith("gloo:"):
-            kind = crc32(f"{name} {entry['input_sizes']} {entry['input_dtypes']}".encode())
-            arrivals[int(entry["collective_seq_id"])] = (int(entry["time_created_ns"]), kind)
-    return arrivals
+    begun: dict[int, Mapping[str, Any]] = {}
+    for entry in entries[-MOST:]:
+        of_all = entry["process_group"][0] == "0" and not entry["is_p2p"]
+        if of_all and entry["profiling_name"].startswith("gloo:"):
+            begun[entry["collective_seq_id"]] = entry
+    first = last = max(begun, default=0)
+    while first - 1 in begun:
+        first -= 1
+    newest = [begun[number] for number in range(first, last + 1) if begun]
+    words = (f"{e['profiling_name']} {e['input_sizes']} {e['input_dtypes']}" for e in newest)
+    times = array("d", [entry["time_created_ns"] / 1e9 for entry in newest])
+    return Arrivals(first, times, [crc32(text.encode()) for text in words])
 
 
 def straggler_of(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Straggler | None:
@@ -57,38 +73,32 @@ def straggler_of(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> 
     """
     if len(arrivals) < 2:
         return None
-    numbers = _newest_in_a_row(arrivals.values())
-    first_rank = next(iter(arrivals.values()))
-    period = _period([first_rank[number][1] for number in numbers])
-    if period is None or len(numbers) < FEWEST_STEPS * period:
+    begin = max(each.first for each in arrivals.values())
+    end = min(each.first + len(each.times) for each in arrivals.values())
+    reference = arrivals[min(arrivals)]
+    period = _period(reference.kinds[begin - reference.first : end - reference.first])
+    if period is None:
         return None
-    numbers = numbers[-(len(numbers) - 1) // period * period - 1 :]
-    times = {rank: [own[number][0] / 1e9 for number in numbers] for rank, own in arrivals.items()}
+    begin = end - 1 - (end - 1 - begin) // period * period  # whole steps
+    times = {
+        rank: each.times[begin - each.first : end - each.first] for rank, each in arrivals.items()
+    }
     if len({nodes[rank] for rank in times}) > 1 and not _set_clocks(times, nodes, period):
         return None
-    found = max((_lateness(times, rank, period) for rank in times), key=lambda each: each.faster)
+    found = _latest(times, period)
     return found if found.faster >= FASTER else None
 
 
-def _newest_in_a_row(arrivals: Iterable[Arrivals]) -> list[int]:
-    """Return the numbers of the newest collectives that all ranks have begun, without a gap."""
-    common = sorted(set.intersection(*(set(each) for each in arrivals)))
-    first = len(common) - 1
-    while first > 0 and common[first] - common[first - 1] == 1:
-        first -= 1
-    return common[max(first, 0) :]
-
-
 def _period(kinds: Sequence[int]) -> int | None:
-    """Return how many collectives a step has; None if they do not recur."""
-    for period in range(1, len(kinds) // FEWEST_STEPS + 1):
+    """Return how many collectives a step has; None if they do not recur often enough."""
+    for period in range(1, (len(kinds) - 1) // FEWEST_STEPS + 1):
         same = sum(a == b for a, b in zip(kinds, kinds[period:], strict=False))
         if same >= 0.95 * (len(kinds) - period):
             return period
     return None
 
 
-def _set_clocks(times: dict[int, list[float]], nodes: Mapping[int, str], period: int) -> bool:
+def _set_clocks(times: dict[int, Sequence[float]], nodes: Mapping[int, str], period: int) -> bool:
     """Set the clocks of all nodes alike, in place; say whether that was possible.
 
     In each step, some collective follows at once another one that all ranks have waited for: that
@@ -97,23 +107,26 @@ def _set_clocks(times: dict[int, list[float]], nodes: Mapping[int, str], period:
     """
     if period == 1:
         return False
-    count = len(next(iter(times.values())))
+    count = len(times[min(times)])
 
     def since(place: int) -> float:
         places = range(place, count, period)
         return _middle(min(own[at] - own[at - 1] for own in times.values()) for at in places)
 
     together = range(min(range(1, period + 1), key=since), count, period)
-
-    def earliest(node: str) -> list[float]:
-        ranks = [own for rank, own in times.items() if nodes[rank] == node]
-        return [min(own[at] for own in ranks) for at in together]
-
-    by_node = {node: earliest(node) for node in {nodes[rank] for rank in times}}
-    first = by_node[nodes[min(times)]]
+    by_node: dict[str, list[Sequence[float]]] = {}
     for rank, own in times.items():
-        ahead = _middle(a - b for a, b in zip(by_node[nodes[rank]], first, strict=True))
-        times[rank] = [when - ahead for when in own]
+        by_node.setdefault(nodes[rank], []).append(own)
+    earliest = {
+        node: [min(own[at] for own in each) for at in together] for node, each in by_node.items()
+    }
+    first = earliest[nodes[min(times)]]
+    ahead = {
+        node: _middle(a - b for a, b in zip(each, first, strict=True))
+        for node, each in earliest.items()
+    }
+    for rank, own in times.items():
+        times[rank] = array("d", [when - ahead[nodes[rank]] for when in own])
     return True
 
 
@@ -122,15 +135,25 @@ def _middle(values: Iterable[float]) -> float:
     return ordered[len(ordered) // 2]
 
 
-def _lateness(times: Mapping[int, list[float]], rank: int, period: int) -> Straggler:
-    """Return how late a rank comes, in the steps of `period` collectives each."""
-    columns = zip(*(own for other, own in times.items() if other != rank), strict=True)
-    late = [max(own - max(column), 0.0) for own, column in zip(times[rank], columns, strict=True)]
+def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
+    """Return the rank that comes last by the longest times, in steps of `period` collectives."""
+    ranks = list(times)
+    lasts, margins, ends = [], [], []
+    for column in zip(*times.values(), strict=True):
+        end = max(column)
+        at = column.index(end)
+        lasts.append(ranks[at])
+        margins.append(end - max(column[:at] + column[at + 1 :]))
+        ends.append(end)
+    late_s = dict.fromkeys(ranks, 0.0)
+    for rank, margin in zip(lasts, margins, strict=True):
+        late_s[rank] += margin
+    rank = max(ranks, key=late_s.__getitem__)
+    late = [own if each == rank else 0.0 for each, own in zip(lasts, margins, strict=True)]
     steps = (len(late) - 1) // period
     longest = [max(late[step * period : (step + 1) * period]) for step in range(steps)]
     waits = [before - after for before, after in pairwise(late) if after <= before / 2 > 0]
     lost = sum(waits) if len(waits) >= LAST_IN * steps else sum(longest)
-    took = max(own[-1] for own in times.values()) - max(own[0] for own in times.values())
+    took = ends[-1] - ends[0]
     is_last = sum(each > 0 for each in longest) / steps
-    faster = lost / (took - lost) if is_last >= LAST_IN and took > lost else 0.0
-    return Straggler(rank, faster)
+    return Straggler(rank, lost / (took - lost) if is_last >= LAST_IN and took > lost else 0.0)

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,9 @@ def stack_by_signal(rank: Rank, folder: Path) -> list[list[Any]]:
         return [[m[1], int(m[2]) if m[2].isdigit() else 0, m[3]] for m in matches if m]
 
 
-def answer_of(rank: Rank) -> tuple[dict[str, Any], list[dict[str, Any]] | None] | None:
+def answer_of(
+    rank: Rank, timeout_s: float = 2.0
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None] | None:
     """Return what a rank's thread answers: the threads' stacks, and torch's entries.
 
     None if it does not answer; no entries where torch records none, or the record is torn.
@@ -148,7 +151,7 @@ def answer_of(rank: Rank) -> tuple[dict[str, Any], list[dict[str, Any]] | None] 
     content = b""
     try:
         with socket.socket(socket.AF_UNIX) as server:
-            server.settimeout(2)
+            server.settimeout(timeout_s)
             server.connect(rank["socket"])
             while len(content) < MOST_BYTES and (part := server.recv(1 << 16)):
                 content += part
@@ -195,11 +198,26 @@ def examine(rank: Rank, folder: Path) -> Finding:
 
 def arrivals(rank: Rank, folder: Path) -> Finding:
     """Return when a rank has begun the newest collectives; nothing if that cannot be told."""
-    _, entries = answer_of(rank) or ({}, None)
-    times: dict[int, tuple[int, int]] = {}
+    begun = None
+    if process_status(rank["pid"]).get("State", "")[:1] in ("T", "t", "Z"):
+        return {"rank": rank["rank"], "arrivals": None}
+    _, entries = answer_of(rank, timeout_s=0.5) or ({}, None)
+    with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
+        begun = stragglers.arrivals_of(entries or ())
+        if rank["rank"]:  # the kinds are the same on all
+            begun = begun._replace(kinds=())
+    return {"rank": rank["rank"], "arrivals": begun and [begun.first, [*begun.times], begun.kinds]}
+
+
+def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, str]]:
+    """Return when the ranks of a node's answer have begun their collectives, and the node."""
+    begun = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
-        times = stragglers.arrivals_of(entries or ())
-    return {"rank": rank["rank"], "arrivals": times}
+        for each in report["ranks"]:
+            first, times, kinds = each["arrivals"]
+            own = stragglers.Arrivals(first, array("d", times), kinds)
+            begun[each["rank"]] = own, report["node"]
+    return begun
 
 
 # ---- Which ranks keep the others waiting
@@ -394,6 +412,7 @@ class Watchdog:
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
         self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
+        self.begun: dict[int, tuple[stragglers.Arrivals, str]] = {}
 
     def ranks(self) -> list[Rank]:
         """Return the ranks that run on this node, by their number."""
@@ -462,29 +481,27 @@ class Watchdog:
         if not self.question:
             if now - self.asked > max(STRAGGLERS_S, world / 16):
                 self.question, self.asked = f"arrivals-{time.time_ns()}", now
+                for late in self.exchange.glob("answer-arrivals-*"):
+                    late.unlink(missing_ok=True)
                 (self.exchange / f"ask-{self.question}").touch()
                 self.done.add(f"ask-{self.question}")
                 self.answer(self.question)
             return
-        files = [*self.exchange.glob(f"answer-{self.question}-*.json")]
-        reports = [*filter(None, map(read_json, files))]
-        found = [each for report in reports for each in report["ranks"]]
-        if len(found) < world and now - self.asked < ANSWERS_S:
+        for file in self.exchange.glob(f"answer-{self.question}-*.json"):
+            self.begun |= begun_in(read_json(file))
+            file.unlink(missing_ok=True)
+        if len(self.begun) < world and now - self.asked < ANSWERS_S:
             return
         (self.exchange / f"ask-{self.question}").unlink(missing_ok=True)
-        for file in files:
-            file.unlink(missing_ok=True)
+        if len(self.begun) >= world:
+            self.judge()
         self.question = ""
-        if len(found) >= world and all(each["arrivals"] for each in found):
-            nodes = {each["rank"]: one["node"] for one in reports for each in one["ranks"]}
-            self.judge(found, nodes)
+        self.begun.clear()
 
-    def judge(self, found: Iterable[Finding], nodes: Mapping[int, str]) -> None:
+    def judge(self) -> None:
         """Write down which rank is slower than the others, if it is another one than before."""
-        begun = {
-            each["rank"]: {int(number): times for number, times in each["arrivals"].items()}
-            for each in found
-        }
+        begun = {rank: each for rank, (each, _) in self.begun.items()}
+        nodes = {rank: node for rank, (_, node) in self.begun.items()}
         slow = stragglers.straggler_of(begun, nodes)
         if (-1 if slow is None else slow.rank) == self.slow_rank:
             return
@@ -545,6 +562,8 @@ class Watchdog:
         if pids != self.watched:
             self.watched = pids
             self.signs.begin(ranks, now=now)
+            self.question, self.asked = "", now  # answers may be of the ranks before
+            self.begun.clear()
         else:
             self.signs.look(now)
         if self.named and self.signs.last > self.named:

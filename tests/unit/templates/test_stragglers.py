@@ -1,15 +1,16 @@
 """A rank that is slower than the others, by the times at which it begins collectives."""
 
-import importlib.util
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support.watchdog import program
 
 RANKS, SEEDS = 8, 200
 STEPS = 21
@@ -18,12 +19,7 @@ STEPS = 21
 
 @pytest.fixture(scope="module")
 def stragglers() -> ModuleType:
-    path = ROOT / "templates/common/watchdog/stragglers.py"
-    spec = importlib.util.spec_from_file_location("stragglers", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("stragglers")
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,10 @@ STEP: Mapping[str, Sequence[Collective]] = {
 TWO_NODES = [0] * 4 + [1] * 4
 
 
+Begun = dict[int, list[tuple[float, int]]]
+"""By rank: when it begins each collective, and of what kind that is."""
+
+
 def simulated(
     seed: int,
     step: Sequence[Collective],
@@ -60,15 +60,15 @@ def simulated(
     loads_s: float = 0.0,
     without: int = -1,
     clocks: Sequence[float] = (0.0, 0.0),
-) -> tuple[dict[int, dict[int, tuple[int, int]]], float]:
+) -> tuple[Begun, float]:
     """Return when ranks begin collectives, and how long they take in all.
 
     A step is a second of work with 5 % of jitter. One rank is slow, or has to wait for its data.
     """
     numbers = random.Random(seed)
-    begun: dict[int, dict[int, tuple[int, int]]] = {rank: {} for rank in range(RANKS)}
+    begun: Begun = {rank: [] for rank in range(RANKS)}
     now = [100.0] * RANKS
-    for at in range(STEPS):
+    for _ in range(STEPS):
         jitter = [numbers.gauss(1, 0.05) for _ in range(RANKS)]
         for place, collective in enumerate(step):
             for rank in range(RANKS):
@@ -78,7 +78,7 @@ def simulated(
                 now[rank] += took
                 shown = now[rank] + clocks[TWO_NODES[rank]]
                 kind = 0 if step is STEP["sharded"] else place
-                begun[rank][at * len(step) + place + 1] = (int(shown * 1e9), kind)
+                begun[rank].append((shown, kind))
             if collective.blocks:
                 end = max(when for rank, when in enumerate(now) if rank != without)
                 now = [end + 0.05 / len(step)] * RANKS
@@ -87,6 +87,18 @@ def simulated(
 
 HERE = dict.fromkeys(range(RANKS), "n1")
 THERE = {rank: f"n{node + 1}" for rank, node in enumerate(TWO_NODES)}
+
+
+def named_in(
+    stragglers: ModuleType, begun: Begun, nodes: Mapping[int, str] = HERE, *, shift: int = 0
+) -> Any:
+    """Return who is named; ranks may have other newest collectives, by `shift` for each."""
+    arrivals = {}
+    for rank, collectives in begun.items():
+        times, kinds = zip(*collectives[rank * shift :], strict=True) if collectives else ((), ())
+        first = rank * shift + 1
+        arrivals[rank] = stragglers.Arrivals(first, times, kinds if rank == 0 else ())
+    return stragglers.straggler_of(arrivals, nodes)
 
 
 @pytest.mark.parametrize("shape", STEP)
@@ -98,7 +110,7 @@ def test_a_slow_rank_is_named_within_20_steps_and_its_cost_is_right(
         slow = seed % RANKS
         begun, took = simulated(seed, STEP[shape], slow=slow)
         _, better = simulated(seed, STEP[shape], slow=slow, without=slow)
-        found = stragglers.straggler_of(begun, HERE)
+        found = named_in(stragglers, begun)
         if found is not None and found.rank == slow:
             named += 1
             assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
@@ -113,7 +125,7 @@ def test_no_rank_is_named_where_all_are_alike(
     clocks = (0.0, 0.4) if nodes is THERE else (0.0, 0.0)
     for seed in range(SEEDS):
         begun, _ = simulated(seed, STEP[shape], clocks=clocks)
-        assert stragglers.straggler_of(begun, nodes) is None
+        assert named_in(stragglers, begun, nodes) is None
 
 
 @pytest.mark.parametrize("shape", ["agreed", "buckets"])
@@ -123,14 +135,14 @@ def test_clocks_of_nodes_may_differ(shape: str, clock: float, stragglers: Module
         slow = seed % RANKS
         begun, took = simulated(seed, STEP[shape], slow=slow, clocks=(0.0, clock))
         _, better = simulated(seed, STEP[shape], slow=slow, without=slow)
-        found = stragglers.straggler_of(begun, THERE)
+        found = named_in(stragglers, begun, THERE)
         assert found is not None and found.rank == slow
         assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
 
 
 def test_nodes_with_one_collective_in_a_step_are_not_compared(stragglers: ModuleType) -> None:
     begun, _ = simulated(1, STEP["one"], slow=5, clocks=(0.0, 0.4))
-    assert stragglers.straggler_of(begun, THERE) is None
+    assert named_in(stragglers, begun, THERE) is None
 
 
 def test_a_rank_that_waits_for_its_data_is_named(stragglers: ModuleType) -> None:
@@ -138,24 +150,34 @@ def test_a_rank_that_waits_for_its_data_is_named(stragglers: ModuleType) -> None
         buckets = partial(simulated, seed, STEP["buckets"], slow=3, factor=1.0, loads_s=0.3)
         begun, took = buckets()
         _, better = buckets(without=3)
-        found = stragglers.straggler_of(begun, HERE)
+        found = named_in(stragglers, begun)
         assert found is not None and found.rank == 3
         assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
 
 
 def test_too_few_steps_and_ranks_say_nothing(stragglers: ModuleType) -> None:
     begun, _ = simulated(1, STEP["one"], slow=0)
-    newest = {rank: {n: own[n] for n in range(10, STEPS + 1)} for rank, own in begun.items()}
-    assert stragglers.straggler_of(newest, HERE) is None
-    assert stragglers.straggler_of({0: begun[0]}, HERE) is None
-    assert stragglers.straggler_of({**begun, 1: {}}, HERE) is None
-    assert stragglers.straggler_of({}, HERE) is None
+    assert named_in(stragglers, begun).rank == 0
+    assert named_in(stragglers, begun, shift=1) is None, "the last rank has seen fewer steps"
+    assert named_in(stragglers, {0: begun[0]}) is None
+    assert named_in(stragglers, {**begun, 1: []}) is None
+    assert named_in(stragglers, {}) is None
+
+
+def test_ranks_may_have_begun_different_collectives(stragglers: ModuleType) -> None:
+    begun, _ = simulated(1, STEP["buckets"], slow=3)
+    begun = {rank: collectives * 2 for rank, collectives in begun.items()}
+    for rank, collectives in begun.items():
+        half = len(collectives) // 2
+        collectives[half:] = [(when + 60, kind) for when, kind in collectives[half:]]
+        del collectives[len(collectives) - rank :]
+    assert named_in(stragglers, begun, shift=2).rank == 3
 
 
 def test_collectives_that_do_not_recur_say_nothing(stragglers: ModuleType) -> None:
     begun, _ = simulated(1, STEP["one"], slow=0)
-    odd = {rank: {n: (own[n][0], n) for n in own} for rank, own in begun.items()}
-    assert stragglers.straggler_of(odd, HERE) is None
+    odd = {rank: [(when, n) for n, (when, _) in enumerate(own)] for rank, own in begun.items()}
+    assert named_in(stragglers, odd) is None
 
 
 def test_only_collectives_of_all_ranks_on_the_cpu_count(stragglers: ModuleType) -> None:
@@ -177,6 +199,8 @@ def test_only_collectives_of_all_ranks_on_the_cpu_count(stragglers: ModuleType) 
         entry(4, "gloo:send", p2p=True),
         entry(5, "gloo:all_reduce"),
     ]
-    found = stragglers.arrivals_of(entries)
-    assert {number: when for number, (when, _) in found.items()} == {1: 1, 5: 5}
-    assert len({kind for _, kind in found.values()}) == 1
+    assert stragglers.arrivals_of(entries)[:2] == (5, array("d", [5e-9])), "those without a gap"
+    first, times, kinds = stragglers.arrivals_of([*entries, entry(6, "gloo:all_reduce")])
+    assert (first, [*times]) == (5, [5e-9, 6e-9])
+    assert len(kinds) == 2 and len({*kinds}) == 1
+    assert stragglers.arrivals_of([]).times == array("d")

@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Until
+from tests.conftest import Until
+from tests.support.watchdog import FOLDER, program
 
-FOLDER = ROOT / "templates/common/watchdog"
 WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
 TRAINS = [["/home/me/train.py", 41, "load"], ["/home/me/train.py", 80, "<module>"]]
 
 
 @pytest.fixture(scope="module")
 def watchdog() -> Iterator[ModuleType]:
-    module = ModuleType("watchdog")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        exec(compile((FOLDER / "watchdog.py").read_text(), "watchdog.py", "exec"), module.__dict__)
-        yield module
+        patch.setitem(sys.modules, "stragglers", program("stragglers"))
+        yield program("watchdog")
 
 
 def rank(

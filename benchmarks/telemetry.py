@@ -1,0 +1,168 @@
+"""What it costs to see a run: microseconds per step, and the aggregation over many ranks.
+
+Run as `make bench-telemetry`, with nothing else running. Three figures, each with its target:
+
+- a line of `metrics.jsonl`: the call after each step, of a rank that does nothing else;
+- the watchdog: steps of two ranks that only exchange a number, with it and without it, in turns;
+- 10,000 ranks: the answers of 1,250 nodes read and compared, as rank 0's watchdog does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.conftest import ROOT
+from train.rundir.files import RunDirectory
+from train.runtime.rank import RankInfo
+
+WATCHDOG = ROOT / "templates/common/watchdog"
+STEP_US, SECONDS, MEGABYTES = 20.0, 10.0, 500.0
+"""The targets."""
+
+LOOP = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+number = torch.ones(1)
+def steps(count):
+    began = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(number)
+    return (time.perf_counter() - began) / count * 1e6
+steps(2000)
+took = steps(int(os.environ["STEPS"]))
+if dist.get_rank() == 0:
+    print("took", took, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def metrics_us(folder: Path, steps: int) -> float:
+    """Return how long a step's line of `metrics.jsonl` holds the training up."""
+    directory = RunDirectory(folder, RankInfo(rank=0, world_size=1, local_rank=0))
+    began = time.perf_counter()
+    for step in range(steps):
+        directory.metric(
+            step=step, epoch=0, samples_seen=64 * step, loss=0.1, lr=0.01, samples_per_s=1e4
+        )
+    directory.flush()
+    return (time.perf_counter() - began) / steps * 1e6
+
+
+def loop_us(folder: Path, steps: int, *, watched: bool) -> float:
+    """Return how long a step of two ranks takes, with the watchdog beside them or without it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    exchange = folder / "logs/attempt-0/watchdog"
+    (exchange / "site").mkdir(parents=True)
+    for name in ("start.sh", "watchdog.py", "stragglers.py"):
+        shutil.copy(WATCHDOG / name, exchange)
+    shutil.copy(WATCHDOG / "sitecustomize.py", exchange / "site")
+    script = folder / "loop.py"
+    script.write_text(LOOP, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    start = ["sh", str(exchange / "start.sh"), "learned"] if watched else []
+    environ = {**os.environ, "STEPS": str(steps), "TRAIN_RUN_DIR": str(folder)}
+    environ |= {"TRAIN_ATTEMPT": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, *torchrun], env=environ, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return float(done.stdout.split("took ")[1].split()[0])
+
+
+def aggregation(folder: Path, ranks: int) -> tuple[float, float]:
+    """Return seconds and megabytes that the comparison of so many ranks takes, in this process."""
+    import stragglers
+    import watchdog
+
+    answers: dict[int, tuple[stragglers.Arrivals, str]] = {}
+    began = time.perf_counter()
+    for file in folder.iterdir():
+        answers |= watchdog.begun_in(watchdog.read_json(file))
+    begun = {rank: own for rank, (own, _) in answers.items()}
+    found = stragglers.straggler_of(begun, {rank: node for rank, (_, node) in answers.items()})
+    took = time.perf_counter() - began
+    assert found is not None and found.rank == 7, found
+    assert len(begun) == ranks
+    return took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def write_answers(folder: Path, ranks: int) -> None:
+    """Write the answers of nodes with eight ranks each; rank 7 is slow, and each clock differs."""
+    import stragglers
+
+    folder.mkdir()
+    kinds = [number % 2 for number in range(stragglers.MOST)]
+    for node in range(ranks // 8):
+        answers = []
+        for rank in range(node * 8, node * 8 + 8):
+            work = 1.3 if rank == 7 else 1 + rank % 13 / 1000
+            times = [
+                1e9 + node / 100 + 1.4 * (number // 2) + (1.31 if kind else work)
+                for number, kind in enumerate(kinds)
+            ]
+            answers.append({"rank": rank, "arrivals": [1, times, [] if rank else kinds]})
+        report = {"version": 1, "node": f"node{node}", "ranks": answers}
+        (folder / f"answer-{node}.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def shown(what: str, figure: float, target: float, unit: str) -> bool:
+    """Print a figure beside its target; return whether the target is missed."""
+    missed = figure > target
+    print(f"{what}: {figure:.3g} {unit} (target: {target:g}{', missed' if missed else ''})")
+    return missed
+
+
+def main() -> int:
+    """Print all figures; return 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="how often each loop runs")
+    parser.add_argument("--steps", type=int, default=100_000, help="steps of a loop")
+    parser.add_argument("--ranks", type=int, default=10_000, help="ranks that are compared")
+    parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.dont_write_bytecode = True  # beside the templates
+    sys.path.insert(0, str(WATCHDOG))
+    if options.compare:
+        print(*aggregation(options.compare, options.ranks))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "metrics").mkdir()
+        line_us = metrics_us(folder / "metrics", options.steps)
+        pairs = [
+            (
+                loop_us(folder / "loop", options.steps, watched=True),
+                loop_us(folder / "loop", options.steps, watched=False),
+            )
+            for _ in range(options.rounds)
+        ]
+        write_answers(folder / "answers", options.ranks)
+        # In a process of its own, whose memory is that of the comparison alone.
+        argv = [sys.executable, "-m", "benchmarks.telemetry", f"--ranks={options.ranks}"]
+        argv.append(f"--compare={folder / 'answers'}")
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+        seconds, megabytes = map(float, done.stdout.split())
+    more_us = statistics.median(with_it - without for with_it, without in pairs)
+    plain_us = statistics.median(without for _, without in pairs)
+    print(f"a step of two ranks that exchange a number: {plain_us:.3g} µs")
+    missed = [
+        shown("a line of metrics.jsonl, per step", line_us, STEP_US, "µs"),
+        shown("the watchdog, per step", more_us, STEP_US, "µs"),
+        shown(f"{options.ranks} ranks compared", seconds, SECONDS, "s"),
+        shown(f"{options.ranks} ranks compared", megabytes, MEGABYTES, "MB"),
+    ]
+    return int(any(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The file that any training script can copy: what it records is understood by the launcher."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT
+from toolkit.runs.run_directory import read_metrics
+from train.telemetry import Telemetry
+
+SCRIPT = """
+import os, sys, time
+from telemetry import Telemetry
+telemetry = Telemetry()
+time.sleep(0.2)
+telemetry.ready()
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+for step in range(6 if again else 1, 11):
+    time.sleep(0.05)
+    telemetry.step(step, loss=1 / step)
+    if step == 5:
+        with telemetry.during("checkpoint"):
+            time.sleep(0.3)
+    if step == 8 and not again:
+        sys.exit(1)
+with telemetry.during("evaluation"):
+    time.sleep(0.4)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A script of somebody else's, and the copied file."""
+    shutil.copy(ROOT / "train/telemetry.py", tmp_path)
+    (tmp_path / "theirs.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_a_script_that_copies_the_file_has_steps_and_all_buckets_of_goodput(folder: Path) -> None:
+    content = {"name": "theirs", "script": str(folder / "theirs.py"), "retries": {"in_job": 1}}
+    job = toolkit.JobSpec.model_validate({**content, "resources": {"nproc_per_node": 2}})
+    run = toolkit.submit(job, to=toolkit.LocalProfile(name="here", runs_dir=str(folder / "runs")))
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED
+    assert run.run_dir is not None
+    rows = read_metrics(run.run_dir)
+    assert [(row["step"], row["loss"]) for row in rows] == [(n, 1 / n) for n in range(1, 11)]
+    goodput = run.goodput()
+    assert (goodput.steps, goodput.steps_again, goodput.starts, goodput.ranks) == (10, 3, 2, 2)
+    seconds = goodput.seconds
+    assert seconds["productive"] == pytest.approx(sum(row["seconds"] for row in rows), rel=0.1)
+    assert seconds["evaluation"] >= 0.4 and seconds["checkpoint"] >= 0.3
+    assert seconds["setup"] >= 0.2 and seconds["start"] > 0 and seconds["lost work"] > 0
+    assert sum(seconds.values()) == pytest.approx(goodput.elapsed_s)
+
+
+@pytest.mark.parametrize("environ", [{}, {"TRAIN_RUN_DIR": "{here}", "RANK": "1"}])
+def test_without_a_run_directory_and_on_other_ranks_nothing_is_written(
+    environ: dict[str, str], folder: Path
+) -> None:
+    (folder / "run").mkdir()
+    given = {name: text.format(here=folder / "run") for name, text in environ.items()}
+    kept = {key: text for key, text in os.environ.items() if not key.startswith("TRAIN_")}
+    environ = {**kept, "TORCHELASTIC_RESTART_COUNT": "0", **given}
+    subprocess.run([sys.executable, "theirs.py"], cwd=folder, env={**environ}, check=False)
+    assert not list((folder / "run").iterdir())
+    assert not list(folder.glob("*.jsonl"))
+
+
+def test_an_evaluation_is_told_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nobody takes the run for stalled meanwhile."""
+    monkeypatch.setenv("TRAIN_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("TRAIN_ATTEMPT", "2")
+    telemetry = Telemetry()
+    telemetry.step(7, loss=0.5)
+    with telemetry.during("evaluation"):
+        events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        assert [event["event"] for event in events] == ["start", "evaluation"]
+        assert (events[1]["step"], events[1]["attempt"]) == (7, 2)

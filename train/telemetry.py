@@ -1,0 +1,58 @@
+"""Records how far a training script is; copy this file beside your own script, of any framework.
+
+Rank 0 appends to `metrics.jsonl` and `events.jsonl` in the run directory of the launcher, if there
+is one: status, goodput, reports, hangs and trackers then work as for `train`. It needs Python only.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Telemetry:
+    """Make it after the imports, before the process group; call `ready()` before the first step."""
+
+    def __init__(self) -> None:
+        environ, self._mark, self._step = os.environ, time.time(), 0
+        folder = environ.get("TRAIN_RUN_DIR") if environ.get("RANK", "0") == "0" else None
+        self._folder = Path(folder) if folder else None
+        restart = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self._start = {"attempt": int(environ.get("TRAIN_ATTEMPT", 0)), "restart": restart}
+        # When a restart in the job began is not known.
+        began = None if restart else environ.get("TRAIN_ATTEMPT_BEGAN")
+        self._began = min(float(began or self._mark), self._mark)
+        self._phases = {"start": self._mark - self._began}
+        self._write("events", event="start", world_size=int(environ.get("WORLD_SIZE", 1)))
+
+    def ready(self) -> None:
+        """Note that the first step begins."""
+        phases = {**self._phases, "setup": time.time() - self._mark}
+        self._write("events", event="ready", began=self._began, phases=phases)
+        self._mark = time.time()
+
+    def step(self, step: int, **figures: float) -> None:
+        """Note the end of a step, counted from 1, with its figures, such as the loss."""
+        now, self._step = time.time(), step
+        self._write("metrics", **figures, seconds=now - self._mark)
+        self._mark = now
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Note how long an `evaluation` or a `checkpoint` holds the training up."""
+        ends = {"evaluation": ("epoch", "seconds"), "checkpoint": (what, "stall_seconds")}
+        end, took = ends[what]
+        began = time.time()
+        if what == "evaluation":  # no step is expected until its end
+            self._write("events", event=what)
+        yield
+        self._write("events", event=end, **{took: time.time() - began})
+        self._mark = time.time()
+
+    def _write(self, name: str, **record: object) -> None:
+        if self._folder:
+            place = {"version": 1, "time": time.time(), **self._start, "step": self._step}
+            with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**place, **record}) + "\n")
