@@ -85,14 +85,9 @@ def stalls(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "stopped",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("loader", "gil", "loop", "never")  # the loader also on Slurm, below
-        ),
-    ],
+    ["stopped", "loader", "gil", "loop", "never"],
 )
+@pytest.mark.slow  # the loader also on Slurm, below
 def test_the_rank_that_hangs_is_named_and_killed_and_the_run_goes_on(
     kind: str, tmp_path: Path
 ) -> None:

@@ -31,7 +31,12 @@ def opened(place: str, cluster: Cluster, folder: Path) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize(
-    ("place", "seed"), [("slurm", 2), ("pods", 2), pytest.param("local", 6, marks=pytest.mark.slow)]
+    ("place", "seed"),
+    [
+        ("slurm", 2),
+        pytest.param("pods", 2, marks=pytest.mark.slow),
+        pytest.param("local", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_survives_faults_at_any_moment(
     place: str, seed: int, cluster: Cluster, tmp_path: Path, reference: Trial

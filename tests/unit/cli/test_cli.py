@@ -241,7 +241,7 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["list", "--jsn"], "'--json'"),
         (["render", "job.yaml"], "--to"),
         (["check"], "'FILE'"),
-        (["status"], "'RUN'"),
+        (["status"], "'RUN...'"),
         (["wait", "x", "--timeout", "soon"], "'--timeout'"),
     ],
 )
