@@ -144,8 +144,8 @@ class LaunchPlan:
     def watchdog(self) -> str:
         """How many seconds the watchdog lets the ranks be silent, or `learned`; empty without one.
 
-        A script that starts its ranks once stays short: it has a watchdog if the job asks for one,
-        or if somebody is to be told of stalls.
+        A script that starts its ranks once stays short: only `stall_timeout`, or a notification of
+        stalls, gives it a watchdog.
         """
         timeout_s = self.job.stall_timeout_s
         if timeout_s is None:

@@ -87,7 +87,7 @@ def forward(
         By the runs' names, how many records were read, and where they went.
 
     Raises:
-        InputError: the output belongs to somebody else, or the tracker is not installed.
+        InputError: the output was not made here, or the tracker is not installed.
         LauncherError: a run directory cannot be seen from here, or the tracker has failed.
     """
     parts = [part for run in runs for part in run.parts]

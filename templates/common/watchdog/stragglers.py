@@ -75,6 +75,8 @@ def straggler_of(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> 
         return None
     begin = max(each.first for each in arrivals.values())
     end = min(each.first + len(each.times) for each in arrivals.values())
+    if end - begin <= FEWEST_STEPS:
+        return None
     reference = arrivals[min(arrivals)]
     period = _period(reference.kinds[begin - reference.first : end - reference.first])
     if period is None:

@@ -215,8 +215,8 @@ def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, 
     with contextlib.suppress(KeyError, TypeError, ValueError):
         for each in report["ranks"]:
             first, times, kinds = each["arrivals"]
-            own = stragglers.Arrivals(first, array("d", times), kinds)
-            begun[each["rank"]] = own, report["node"]
+            own = stragglers.Arrivals(int(first), array("d", times), [*map(int, kinds)])
+            begun[int(each["rank"])] = own, str(report["node"])
     return begun
 
 
@@ -493,15 +493,14 @@ class Watchdog:
         if len(self.begun) < world and now - self.asked < ANSWERS_S:
             return
         (self.exchange / f"ask-{self.question}").unlink(missing_ok=True)
-        if len(self.begun) >= world:
-            self.judge()
-        self.question = ""
-        self.begun.clear()
+        answers, self.begun, self.question = self.begun, {}, ""
+        if len(answers) >= world:
+            self.judge(answers)
 
-    def judge(self) -> None:
+    def judge(self, answers: Mapping[int, tuple[stragglers.Arrivals, str]]) -> None:
         """Write down which rank is slower than the others, if it is another one than before."""
-        begun = {rank: each for rank, (each, _) in self.begun.items()}
-        nodes = {rank: node for rank, (_, node) in self.begun.items()}
+        begun = {rank: each for rank, (each, _) in answers.items()}
+        nodes = {rank: node for rank, (_, node) in answers.items()}
         slow = stragglers.straggler_of(begun, nodes)
         if (-1 if slow is None else slow.rank) == self.slow_rank:
             return
@@ -563,14 +562,15 @@ class Watchdog:
             self.watched = pids
             self.signs.begin(ranks, now=now)
             self.question, self.asked = "", now  # answers may be of the ranks before
-            self.begun.clear()
+            self.begun = {}
         else:
             self.signs.look(now)
         if self.named and self.signs.last > self.named:
             self.record("stalls", stalled=False)
             self.named = 0.0
         if ranks[0]["world"] > 1:
-            self.look_for_straggler(now, ranks[0]["world"])
+            with contextlib.suppress(OSError):  # on a full disk; stalls count more
+                self.look_for_straggler(now, ranks[0]["world"])
         silent_s = self.signs.silent_s(now)
         if silent_s is not None and not self.named and self.name_stall(silent_s, ranks[0]["world"]):
             self.named = time.monotonic()

@@ -198,3 +198,30 @@ def test_what_a_container_cannot_do_is_fatal(once: Once, tmp_path: Path) -> None
     assert once.left()["reason"] == (
         "fatal: node1: podman has no image localhost/none:1 here, and nowhere to pull it from"
     )
+
+
+@pytest.mark.parametrize(
+    ("node_ends", "reason"),
+    [("143", "cancelled: by toolkit cancel; not queued again"), ("0", "done: all steps made")],
+)
+def test_with_restarts_too_a_stopped_step_that_srun_ends_with_0_is_done_only_if_its_node_is(
+    node_ends: str, reason: str, tmp_path: Path, until: Until
+) -> None:
+    run_dir = tmp_path / "run"
+    environ = fake_slurm.install(tmp_path, nodes=1)
+    logs = f"'{run_dir}/logs/attempt-0'"
+    (tmp_path / "bin/srun").write_text(
+        f"#!/bin/sh\ntrap '' TERM USR1\ntouch '{tmp_path}/ready'\n"
+        f"until [ -e {logs}/stopping ]; do sleep 0.1; done\necho {node_ends} >{logs}/ended-0\n"
+    )
+    job = toolkit.JobSpec.model_validate(
+        {"name": "probe", "module": "train", "retries": {"requeue": 2}}
+    )
+    script = tmp_path / "script.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    with subprocess.Popen(["bash", script, run_dir], env=environ) as process:
+        until((tmp_path / "ready").exists, "the step runs")
+        process.send_signal(signal.SIGUSR2)
+        status = process.wait(300)
+    assert (run_dir / "logs/attempt-0/reason").read_text() == f"{reason}\n"
+    assert (status == 0) == (node_ends == "0")

@@ -162,6 +162,13 @@ def test_too_few_steps_and_ranks_say_nothing(stragglers: ModuleType) -> None:
     assert named_in(stragglers, {0: begun[0]}) is None
     assert named_in(stragglers, {**begun, 1: []}) is None
     assert named_in(stragglers, {}) is None
+    # Collectives that one rank has begun long ago, and another one has not recorded at all.
+    late = {rank: [(when, 0) for when, _ in own] for rank, own in begun.items()}
+    arrivals = {
+        rank: stragglers.Arrivals(100, *zip(*(own * 10), strict=True)) for rank, own in late.items()
+    }
+    arrivals[5] = stragglers.arrivals_of([])
+    assert stragglers.straggler_of(arrivals, HERE) is None
 
 
 def test_ranks_may_have_begun_different_collectives(stragglers: ModuleType) -> None:
