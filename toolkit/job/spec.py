@@ -301,6 +301,15 @@ class JobSpec(FrozenModel):
     is learned from the run's own steps, and a stall is only reported; `never` leaves the watchdog
     out."""
 
+    log_pattern: types.LogPattern | None = None
+    """A regular expression of Python that finds `(?P<step>…)` and other figures, like
+    `(?P<loss>…)`, in the output of rank 0: they are recorded as [the run's
+    steps](../reference/goodput.md#steps-from-the-output), if the script records none."""
+
+    log_rank: Literal["first", "last"] | None = None
+    """Whose output `log_pattern` reads, that of the `first` rank or of the `last`; by default of
+    the first."""
+
     notify: Notify | None = None
     """Notifications of the run's end; by default those of the profile."""
 
@@ -347,6 +356,8 @@ class JobSpec(FrozenModel):
                 "the first argument is '--', which torchrun's own command line would swallow; "
                 "put another one before it"
             )
+        if given.get("log_rank") and not given.get("log_pattern"):
+            problems.append("log_rank says whose output log_pattern reads, and there is none")
         env, secrets = (given.get(key) or () for key in ("env", "secrets"))
         if isinstance(env, dict) and isinstance(secrets, dict | tuple):
             problems += (

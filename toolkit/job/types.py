@@ -85,7 +85,7 @@ RESERVED_NAMES = re.compile(
     "|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME|ROLE_RANK|ROLE_WORLD_SIZE"
     "|TRAIN_RUN_DIR|TRAIN_ATTEMPT(_BEGAN)?"
     "|TRAIN_ENDPOINT|TRAIN_JOINS|TRAIN_START|TRAIN_SUBMITTED_DIR|TRAIN_SUBMITTED_SHA256"
-    "|TRAIN_WATCHDOG|TRAIN_WATCHED"
+    "|TRAIN_WATCHDOG|TRAIN_WATCHED|TRAIN_LOG_PATTERN|TRAIN_LOG_RANK"
     "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit sets, and a job may not."""
@@ -233,6 +233,25 @@ ShellLine = Annotated[
 ]
 
 Image = Annotated[Text, *matching(r"\S+", "write it like registry/name:tag")]
+
+
+def _log_pattern(value: str) -> str:
+    example = r"write it like 'step (?P<step>\d+) .* loss (?P<loss>\S+)'"
+    try:
+        pattern = re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is no regular expression of Python: {error}") from None
+    groups = pattern.groupindex.keys()
+    if "step" not in groups:
+        raise ValueError(f"{value!r} has no group named step; {example}")
+    if taken := sorted(groups & {"version", "time", "attempt", "restart"}):
+        raise ValueError(
+            f"the group {taken[0]!r} has a meaning of its own in metrics.jsonl; rename it"
+        )
+    return value
+
+
+LogPattern = Annotated[Text, Checked(_log_pattern)]
 
 
 def _not_an_option(value: str) -> str:

@@ -63,6 +63,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
             "another kind; write `toolkit wait RUN && toolkit submit …`, or leave it out",
             "after",
         )
+    yield from _log_pattern_problems(job)
     yield from _notify_problems(job, profile)
     for key, reason in leaked_secrets(job):
         yield refusal("secret-in-job", reason, *key)
@@ -112,6 +113,16 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
         )
         yield from _image_missing(job, profile)
         yield from kubernetes_problems(job, profile, run_name)
+
+
+def _log_pattern_problems(job: JobSpec) -> Iterator[Problem]:
+    if job.log_pattern and (job.stall_timeout_s == 0 or job.carried):
+        why = "stall_timeout is never" if job.stall_timeout_s == 0 else "torchrun forks the workers"
+        yield refusal(
+            "log-pattern-without-watchdog",
+            f"log_pattern is read by the watchdog, and there is none: {why}; leave one of them out",
+            "log_pattern",
+        )
 
 
 def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:

@@ -125,6 +125,11 @@ class KubernetesPlan(plans.LaunchPlan):
     """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
 
     @property
+    def tells_trainer(self) -> bool:
+        """Whether the watchdog tells Kubeflow Trainer how far the run is."""
+        return self.workload == "TrainJob"
+
+    @property
     def counts_attempts(self) -> bool:
         """Whether each start is an attempt with a folder of its own."""
         return self.gang

@@ -144,13 +144,24 @@ class LaunchPlan:
     def watchdog(self) -> str:
         """How many seconds the watchdog lets the ranks be silent, or `learned`; empty without one.
 
-        A script that starts its ranks once stays short: only `stall_timeout`, or a notification of
-        stalls, gives it a watchdog.
+        A script that starts its ranks once stays short: only `stall_timeout`, `log_pattern`, or a
+        notification of stalls, gives it a watchdog.
         """
         timeout_s = self.job.stall_timeout_s
         if timeout_s is None:
-            return "" if self.starts_once and not is_told(self.notify, "stall") else "learned"
+            is_used = self.log_pattern or is_told(self.notify, "stall")
+            return "" if self.starts_once and not is_used else "learned"
         return str(timeout_s) if timeout_s else ""
+
+    @property
+    def log_pattern(self) -> str | None:
+        """What finds steps in the output of a rank; None if the job leaves that out."""
+        return self.job.log_pattern
+
+    @property
+    def tells_trainer(self) -> bool:
+        """Whether the watchdog tells the controller of the workload how far the run is."""
+        return False
 
     @property
     def tells_stalls(self) -> bool:
@@ -245,6 +256,9 @@ def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     if profile.network_interface:
         env["NCCL_SOCKET_IFNAME"] = profile.network_interface
         env["GLOO_SOCKET_IFNAME"] = profile.network_interface
+    if job.log_pattern:
+        env["TRAIN_LOG_PATTERN"] = job.log_pattern
+        env["TRAIN_LOG_RANK"] = job.log_rank or "first"
     env |= profile.env | job.env
     return {name: value for name, value in env.items() if name not in job.secrets}
 

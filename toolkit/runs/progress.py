@@ -32,6 +32,8 @@ class _Record(NamedTuple):
     restart: int
     step: int
     loss: float | None
+    steps: int | None
+    """How many there are in all, where the record says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,8 @@ def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
     last = records[-1]
     same = [one for one in records if one.start == last.start]
     steps = untrusted.whole((run_directory.outcome(run_dir) or {}).get("steps"))
+    if steps is None:
+        steps = next((one.steps for one in reversed(records) if one.steps is not None), None)
     step_s, varies_s = _speed(same)
     left = None if steps is None else max(steps - last.step, 0)
     return Progress(
@@ -129,7 +133,9 @@ def _records(run_dir: Path) -> list[_Record]:
         when = untrusted.moment(record.values.get("time"))
         if when is not None:
             loss = untrusted.finite(record.values.get("loss"))
-            records.append(_Record(start, when, record.attempt, record.restart, record.step, loss))
+            steps = untrusted.whole(record.values.get("steps"))
+            place = record.attempt, record.restart, record.step
+            records.append(_Record(start, when, *place, loss, steps))
     return records
 
 

@@ -31,7 +31,9 @@ _LAST_BYTES = 1 << 16
 _METRICS_BYTES = 1 << 30
 """How much of the curves is read: those of millions of steps."""
 
-PLACE = frozenset({"version", "time", "attempt", "restart", "step", "epoch", "samples_seen"})
+PLACE = frozenset(
+    {"version", "time", "attempt", "restart", "step", "steps", "epoch", "samples_seen"}
+)
 """What a record of `metrics.jsonl` has beside what it has measured."""
 
 

@@ -4,6 +4,8 @@ In a rank, a thread waits at a socket that only this user reaches, and answers w
 all threads and torch's record of collectives. While another thread holds the GIL it cannot: then a
 signal prints that thread's stack, by faulthandler, in C. torchrun and a rank's child processes are
 left alone.
+
+It also gives a rank's run of Weights & Biases an id that stays the same over all starts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,6 +26,9 @@ import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 RECORDER = "torch._C._distributed_c10d"
+
+RUN_NAME = re.compile(r"-\d{4}-\d{6}-[a-z0-9]{4}$")
+"""What the names of runs end with."""
 
 KEPT = []  # type: list[object]
 """What must live as long as the process."""
@@ -62,6 +68,7 @@ def open_to_watchdog(folder: str) -> None:
         "pid": pid,
         "began": began,
         "world": int(environ["WORLD_SIZE"]),
+        "restart": int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "signal": int(number),
         "thread": threading.main_thread().ident,
         "socket": path,
@@ -71,6 +78,24 @@ def open_to_watchdog(folder: str) -> None:
     with open(draft, "w", encoding="utf-8") as file:
         json.dump(place, file)
     os.replace(draft, os.path.join(folder, f"{rank}.json"))
+
+
+def go_on_in_wandb() -> None:
+    """Have this rank's run of Weights & Biases, if it opens one, go on over all starts.
+
+    A rank other than rank 0 has a run of its own. What the script or the job sets itself counts.
+    """
+    environ = os.environ
+    if not {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(environ):
+        return
+    above, name = environ["TRAIN_RUN_DIR"].rstrip("/").split("/")[-2:]
+    rank = "" if environ["RANK"] == "0" else f"-rank-{environ['RANK']}"
+    if not RUN_NAME.search(name):  # a point of a sweep
+        if RUN_NAME.search(above):
+            environ.setdefault("WANDB_RUN_GROUP", above)
+        name = f"{above}.{name}"
+    environ["WANDB_RUN_ID"], environ["WANDB_RESUME"] = f"{name}{rank}", "allow"
+    environ.setdefault("WANDB_NAME", f"{name}{rank}")
 
 
 def answer_for_ever(server: socket.socket) -> None:
@@ -115,6 +140,7 @@ def load_hidden() -> None:
 if __name__ == "sitecustomize":
     if is_rank():
         try:
+            go_on_in_wandb()
             open_to_watchdog(os.environ["TRAIN_WATCHDOG"])
         except Exception as error:  # the script must run all the same
             print(f"watchdog: no stacks of this rank: {error}", file=sys.stderr)

@@ -9,7 +9,8 @@ What it finds goes into the attempt's folder `watchdog` (docs/reference/run-dire
 the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
 others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given. Now and
 then it asks all nodes when their ranks have begun the newest collectives, and names a rank that is
-slower than the others in `stragglers.jsonl` (stragglers.py).
+slower than the others in `stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the
+watchdog beside the rank that prints steps records them (log_steps.py).
 """
 
 import contextlib
@@ -40,6 +41,7 @@ Stack = Sequence[Sequence[Any]]
 
 POLL_S = 0.25
 POLL_LEARNED_S = 2.0
+POLL_LOG_S = 0.05
 SUSPENDED_S = 5.0
 """A watchdog that has not looked for so long was suspended, and the ranks with it."""
 
@@ -413,11 +415,26 @@ class Watchdog:
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
         self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
         self.begun: dict[int, tuple[stragglers.Arrivals, str]] = {}
+        self.log_steps: Any = None
+        if pattern := environ.get("TRAIN_LOG_PATTERN"):
+            import log_steps  # a file that only such a job has
+
+            run_dir, rank = logs.parent.parent, environ.get("TRAIN_LOG_RANK", "first")
+            self.log_steps = log_steps.LogSteps(run_dir, pattern, rank)
+        self.trainer_status: Any = None
+        program = Path(sys.argv[0]).with_name("trainer_status.py")
+        if "KUBEFLOW_TRAINER_SERVER_URL" in environ and program.exists():  # in a TrainJob
+            import trainer_status
+
+            self.trainer_status = trainer_status.TrainerStatus(logs.parent.parent, environ)
+
+    def newest_ranks(self) -> list[Rank]:
+        """Return the ranks that this node has started last, also those that have ended."""
+        return [*filter(None, map(read_json, self.folder.glob("*.json")))]
 
     def ranks(self) -> list[Rank]:
         """Return the ranks that run on this node, by their number."""
-        files = map(read_json, self.folder.glob("*.json"))
-        return sorted(filter(is_alive, files), key=lambda rank: int(rank["rank"]))
+        return sorted(filter(is_alive, self.newest_ranks()), key=lambda rank: int(rank["rank"]))
 
     def new_files(self, pattern: str) -> list[str]:
         """Return the names of files in the exchange that match and were not seen before."""
@@ -539,6 +556,19 @@ class Watchdog:
                     write_json(Path(rank["error_file"]), {"message": error})
                 os.kill(rank["pid"], signal.SIGKILL)
 
+    def pause(self, seconds: float) -> bool:
+        """Wait, and record the steps that are printed meanwhile; return whether torchrun has ended.
+
+        A last step is read before torchrun ends, which looks after its ranks ten times a second.
+        """
+        if not self.log_steps:
+            return bool(self.torchrun.poll(seconds * 1000))
+        until, has_ended = time.monotonic() + seconds, False
+        while time.monotonic() < until and not has_ended:
+            has_ended = bool(self.torchrun.poll(POLL_LOG_S * 1000))
+            self.log_steps.look(self.newest_ranks())
+        return has_ended
+
     def look(self) -> None:
         """Do what there is to do now."""
         for name in self.new_files("ask-*"):
@@ -565,6 +595,8 @@ class Watchdog:
             self.begun = {}
         else:
             self.signs.look(now)
+        if self.trainer_status:
+            self.trainer_status.look(now)
         if self.named and self.signs.last > self.named:
             self.record("stalls", stalled=False)
             self.named = 0.0
@@ -593,13 +625,18 @@ def main(folder: str, limit: str) -> None:
     limit_s = None if limit == "learned" else float(limit)
     try:
         watchdog = Watchdog(Path(folder), logs, limit_s, torchrun)
-        while not torchrun.poll((POLL_LEARNED_S if limit_s is None else POLL_S) * 1000):
+        poll_s = POLL_LEARNED_S if limit_s is None else POLL_S
+        while True:
             try:
+                if watchdog.pause(poll_s):
+                    break
                 watchdog.look()
             except Exception as error:  # such as a full disk; the next look may succeed
                 print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 torchrun.poll(10_000)
             watchdog.looked = time.monotonic()
+        if watchdog.trainer_status and any(rank["rank"] == 0 for rank in watchdog.newest_ranks()):
+            watchdog.trainer_status.finish()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

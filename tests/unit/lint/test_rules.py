@@ -57,6 +57,11 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         SLURM,
         5,
     ),
+    "log-pattern-without-watchdog": (
+        "stall_timeout: never\nlog_pattern: step (?P<step>\\d+)\n",
+        SLURM,
+        5,
+    ),
     "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
     "elastic-gpus-per-task": (
         "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",

@@ -228,3 +228,36 @@ def test_wandb_has_one_run_with_each_step_once(tmp_path: Path) -> None:
     rows = [row for path in files for row in history(path) if "loss" in row]
     assert [row["_step"] for row in rows] == STEPS
     assert rows[0]["loss"] == 1.0
+
+
+OWN_WANDB = """
+import os, sys
+import wandb
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+run = wandb.init(project="mine", mode="offline", dir=sys.argv[1])
+for step in (range(1, 4) if restart == 0 else range(4, 7)):
+    run.log({"loss": 1 / step}, step=step)
+run.finish()
+sys.exit(restart == 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_its_own_wandb_goes_on_with_its_run_after_a_restart(tmp_path: Path) -> None:
+    if not PACKAGES.is_dir():
+        if os.environ.get("CI"):
+            pytest.fail("CI must have the trackers")
+        pytest.skip("needs the trackers; see tests/peers.sh")
+    script = tmp_path / "own.py"
+    script.write_text(OWN_WANDB)
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    content = {"name": "own", "script": str(script), "args": [str(tmp_path)]}
+    content |= {"env": {"PYTHONPATH": str(PACKAGES)}, "retries": {"in_job": 1}}
+    content |= {"resources": {"nproc_per_node": 2}}
+    run = toolkit.submit(toolkit.JobSpec.model_validate(content), to=profile)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, [*run.logs()]
+    for name in (run.name, f"{run.name}-rank-1"):
+        files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
+        assert len(files) == 2, "each of them is synced to the run with this id"
+        steps = [row["_step"] for path in files for row in history(path) if "loss" in row]
+        assert steps == list(range(1, 7))

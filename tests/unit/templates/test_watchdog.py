@@ -243,7 +243,7 @@ def python(site: Path, text: str, **more: str) -> "subprocess.Popen[str]":
     env = {**os.environ, "PYTHONPATH": f"{site / 'site'}:{site / 'theirs'}"}
     env |= {"TRAIN_WATCHDOG": str(site / "exchange"), "TORCHELASTIC_RUN_ID": "r"}
     env |= {"TORCHELASTIC_ERROR_FILE": str(site / "error.json")}
-    env |= {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", **more}
+    env |= {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", "TRAIN_RUN_DIR": str(site), **more}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", text], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -274,6 +274,32 @@ def test_a_folder_that_cannot_be_written_costs_only_the_stacks(site: Path) -> No
     out, err = process.communicate(timeout=60)
     assert (out, process.returncode) == ("fine\n", 0)
     assert err.startswith("watchdog: no stacks of this rank: ")
+
+
+RUN = "/runs/digits-1127-050000-ab3d"
+
+
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [
+        ({"RANK": "0", "TRAIN_RUN_DIR": RUN}, "digits-1127-050000-ab3d allow None"),
+        ({"TRAIN_RUN_DIR": RUN}, "digits-1127-050000-ab3d-rank-3 allow None"),
+        (
+            {"RANK": "0", "TRAIN_RUN_DIR": f"{RUN}/lr=0.1"},
+            "digits-1127-050000-ab3d.lr=0.1 allow digits-1127-050000-ab3d",
+        ),
+        ({"RANK": "0", "TRAIN_RUN_DIR": "/home/me/first/"}, "me.first allow None"),
+        ({"WANDB_RUN_ID": "mine"}, "mine None None"),
+        ({"WANDB_RESUME": "never"}, "None never None"),
+        ({"WANDB_SWEEP_ID": "ours"}, "None None None"),
+    ],
+)
+def test_a_run_of_wandb_goes_on_over_all_starts(
+    site: Path, more: dict[str, str], printed: str
+) -> None:
+    names = "('WANDB_RUN_ID', 'WANDB_RESUME', 'WANDB_RUN_GROUP')"
+    process = python(site, f"import os; print(*[os.environ.get(n) for n in {names}])", **more)
+    assert process.communicate(timeout=60) == (f"{printed}\n", "")
 
 
 @pytest.fixture
