@@ -88,7 +88,7 @@ def go_on_in_wandb() -> None:
     environ = os.environ
     if not {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(environ):
         return
-    above, name = environ["TRAIN_RUN_DIR"].rstrip("/").split("/")[-2:]
+    above, name = ["", *environ["TRAIN_RUN_DIR"].rstrip("/").split("/")][-2:]
     rank = "" if environ["RANK"] == "0" else f"-rank-{environ['RANK']}"
     if not RUN_NAME.search(name):  # a point of a sweep
         if RUN_NAME.search(above):
@@ -140,8 +140,8 @@ def load_hidden() -> None:
 if __name__ == "sitecustomize":
     if is_rank():
         try:
-            go_on_in_wandb()
             open_to_watchdog(os.environ["TRAIN_WATCHDOG"])
+            go_on_in_wandb()
         except Exception as error:  # the script must run all the same
             print(f"watchdog: no stacks of this rank: {error}", file=sys.stderr)
     load_hidden()

@@ -233,6 +233,12 @@ def test_hexadecimal_numbers_are_numbers() -> None:
         ("secrets: 1", "secrets: must be a list of names, or a mapping of names to places, not 1"),
         ("secrets: {A: b}", "secrets.A: must be a mapping of keys to values, not '***'"),
         ("time_limit: [4h]", "time_limit: must be a string with a unit, not a list"),
+        ("log_pattern: '('", "log_pattern: '(' is no regular expression of Python: missing ), "
+         "unterminated subpattern at position 0"),
+        ("log_pattern: step", "log_pattern: 'step' has no group named step; write it like "
+         r"'step (?P<step>\d+) .* loss (?P<loss>\S+)'"),
+        ("log_pattern: (?P<step>.)(?P<time>.)", "log_pattern: the group 'time' has a meaning of "
+         "its own in metrics.jsonl; rename it"),
         ("stall_timeout: nevr", "stall_timeout: 'nevr' is not a time; write it like 90s, 30m, 4h, "
          "1h30m or 01:30:00, or 'never'"),
         ("time_limit: 1.5", "time_limit: must be a string with a unit, not 1.5"),
@@ -267,10 +273,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "workdir, resources, time_limit, env, stop, retries, stall_timeout, notify, secrets, "
-         "sbatch, mounts, "
-         "kubernetes, sweep, "
-         "after"),
+         "workdir, resources, time_limit, env, stop, retries, stall_timeout, log_pattern, log_rank, "
+         "notify, secrets, sbatch, mounts, kubernetes, sweep, after"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_refused_at_every_level(more: str, message: str) -> None:
@@ -296,3 +300,8 @@ def test_nul_bytes_are_refused(char: str) -> None:
 def test_lone_surrogates_are_refused() -> None:
     with pytest.raises(pydantic.ValidationError, match="half a surrogate pair, which is not text"):
         JobSpec(name="a", module="m", args=("\ud800",))
+
+
+def test_log_rank_without_a_pattern_is_refused() -> None:
+    message = "job.yaml:1: log_rank says whose output log_pattern reads, and there is none"
+    assert of_job("log_rank: last") == message

@@ -56,6 +56,8 @@ def test_every_key_at_every_level_is_described() -> None:
         ".stop",
         ".retries",
         ".stall_timeout",
+        ".log_pattern",
+        ".log_rank",
         ".notify",
         ".secrets",
         ".sbatch",

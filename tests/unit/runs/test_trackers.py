@@ -231,13 +231,16 @@ def test_wandb_has_one_run_with_each_step_once(tmp_path: Path) -> None:
 
 
 OWN_WANDB = """
-import os, sys
+import os, pathlib, sys, time
 import wandb
 restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 run = wandb.init(project="mine", mode="offline", dir=sys.argv[1])
 for step in (range(1, 4) if restart == 0 else range(4, 7)):
     run.log({"loss": 1 / step}, step=step)
 run.finish()
+pathlib.Path(sys.argv[1], "finished-" + os.environ["RANK"]).touch()
+while len(list(pathlib.Path(sys.argv[1]).glob("finished-*"))) < 2:
+    time.sleep(0.1)  # for torchrun kills the other rank as soon as one fails
 sys.exit(restart == 0)
 """
 
