@@ -1,10 +1,12 @@
-"""What it costs to see a run: microseconds per step, and the aggregation over many ranks.
+"""What it costs to see a run: microseconds per step, and reading what many have written.
 
-Run as `make bench-telemetry`, with nothing else running. Three figures, each with its target:
+Run as `make bench-telemetry`, with nothing else running. Each figure has its target:
 
 - a line of `metrics.jsonl`: the call after each step, of a rank that does nothing else;
 - the watchdog: steps of two ranks that only exchange a number, with it and without it, in turns;
-- 10,000 ranks: the answers of 1,250 nodes read and compared, as rank 0's watchdog does it.
+- 10,000 ranks: the answers of 1,250 nodes read and compared, as rank 0's watchdog does it;
+- `toolkit status -w` of 100 runs that make ten steps a second: the CPU time of its lines, as a
+  share of the five seconds between them. The one query to Slurm for all of them is not part of it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ import time
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.support.told_run import run_at
+from toolkit.runs.state import RunState, RunStatus
 from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 
 WATCHDOG = ROOT / "templates/common/watchdog"
-STEP_US, SECONDS, MEGABYTES = 20.0, 10.0, 500.0
+STEP_US, SECONDS, MEGABYTES, PERCENT = 20.0, 10.0, 500.0, 5.0
 """The targets."""
+
+WATCHED, BETWEEN_S, STEPS_PER_S = 100, 5, 10
 
 LOOP = """
 import os, time
@@ -115,6 +121,39 @@ def write_answers(folder: Path, ranks: int) -> None:
         (folder / f"answer-{node}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
+def watching_percent(folder: Path, rounds: int) -> float:
+    """Return how much of a core it takes to show many runs that go on."""
+    from toolkit.cli.summary import top_lines
+    from toolkit.runs.progress import ProgressReader
+
+    runs = [run_at(folder / f"run-{number}", name=f"run-{number}") for number in range(WATCHED)]
+    for run in runs:
+        (folder / run.name / "logs/attempt-0/watchdog").mkdir(parents=True)
+        run.told = RunStatus(state=RunState.RUNNING)
+        write_steps(folder / run.name, 1, 10_000)
+    readers: dict[str, ProgressReader] = {}
+    took = []
+    for number in range(rounds + 1):
+        began = time.process_time()
+        lines = list(top_lines(((run, run.told) for run in runs), readers))
+        took.append(time.process_time() - began)
+        assert len(lines) == WATCHED and "step " in lines[-1]
+        for run in runs:
+            first = 10_000 + number * BETWEEN_S * STEPS_PER_S
+            write_steps(folder / run.name, first, BETWEEN_S * STEPS_PER_S)
+    return 100 * statistics.median(took[1:]) / BETWEEN_S
+
+
+def write_steps(folder: Path, first: int, count: int) -> None:
+    """Append records as `train` writes them."""
+    place = {"version": 1, "attempt": 0, "restart": 0, "epoch": 0, "lr": 0.01}
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for step in range(first, first + count):
+            figures = {"samples_seen": 64 * step, "loss": 1 / step, "samples_per_s": 640.123}
+            record = {**place, "time": 1e9 + step / STEPS_PER_S, "step": step, **figures}
+            file.write(json.dumps(record) + "\n")
+
+
 def shown(what: str, figure: float, target: float, unit: str) -> bool:
     """Print a figure beside its target; return whether the target is missed."""
     missed = figure > target
@@ -152,6 +191,8 @@ def main() -> int:
         argv.append(f"--compare={folder / 'answers'}")
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
         seconds, megabytes = map(float, done.stdout.split())
+        (folder / "runs").mkdir()
+        percent = watching_percent(folder / "runs", options.rounds)
     more_us = statistics.median(with_it - without for with_it, without in pairs)
     plain_us = statistics.median(without for _, without in pairs)
     print(f"a step of two ranks that exchange a number: {plain_us:.3g} µs")
@@ -160,6 +201,7 @@ def main() -> int:
         shown("the watchdog, per step", more_us, STEP_US, "µs"),
         shown(f"{options.ranks} ranks compared", seconds, SECONDS, "s"),
         shown(f"{options.ranks} ranks compared", megabytes, MEGABYTES, "MB"),
+        shown(f"status -w of {WATCHED} runs", percent, PERCENT, "% of a core"),
     ]
     return int(any(missed))
 

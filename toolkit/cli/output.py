@@ -156,12 +156,13 @@ def watch(run: toolkit.Run) -> int:
 def watch_several(runs: list[toolkit.Run]) -> int:
     """Show a line for each run until all have ended; return `status --watch`'s exit status."""
     from toolkit.cli.summary import top_lines
+    from toolkit.runs.progress import ProgressReader
     from toolkit.runs.run import pauses
 
-    screen = _Screen()
+    screen, readers = _Screen(), dict[str, ProgressReader]()
     for pause_s in pauses(first_s=2.0):
         statuses = toolkit.statuses(runs)
-        screen.show(list(top_lines(zip(runs, statuses, strict=True))))
+        screen.show(list(top_lines(zip(runs, statuses, strict=True), readers)))
         if all(status.state.final or status.lost for status in statuses):
             return exit_status.of_runs(statuses)
         time.sleep(pause_s)
@@ -174,9 +175,10 @@ def watch_all(last: int, job: str | None) -> None:
     Without a terminal, they are shown once.
     """
     from toolkit.cli.summary import top_lines
+    from toolkit.runs.progress import ProgressReader
     from toolkit.runs.run import pauses
 
-    screen, followed = _Screen(), set[str]()
+    screen, followed, readers = _Screen(), set[str](), dict[str, ProgressReader]()
     with contextlib.suppress(KeyboardInterrupt):
         for pause_s in pauses(first_s=2.0):
             runs = list(toolkit.list_runs(job=job, last=last))
@@ -187,7 +189,7 @@ def watch_all(last: int, job: str | None) -> None:
                 if run.uri in followed or not (status.state.final or status.lost)
             ]
             followed |= {run.uri for run, _ in shown}
-            screen.show(list(top_lines(shown)) or ["no run of yours goes on"])
+            screen.show(list(top_lines(shown, readers)) or ["no run of yours goes on"])
             if not sys.stdout.isatty():
                 break
             time.sleep(pause_s)

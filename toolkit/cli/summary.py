@@ -14,7 +14,7 @@ from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
-from toolkit.runs.progress import progress_of
+from toolkit.runs.progress import ProgressReader
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler
@@ -48,7 +48,7 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
         status = status or run.status()
         failure = _failure(run) if status.state is RunState.FAILED else None
         return _summary(run, status) | {
-            "progress": _progress(run, status),
+            "progress": _progress(run, status, {}),
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "failure": failure,
@@ -99,11 +99,15 @@ def _summary(
     )
 
 
-def _progress(run: Run, status: RunStatus) -> dict[str, Any] | None:
+def _progress(
+    run: Run, status: RunStatus, readers: dict[str, ProgressReader]
+) -> dict[str, Any] | None:
     """Return how far a run is, while it runs and where this machine sees its run directory."""
     if status.state is not RunState.RUNNING or run.run_dir is None:
         return None
-    progress = progress_of(run.run_dir)
+    if run.uri not in readers:
+        readers[run.uri] = ProgressReader(run.run_dir)
+    progress = readers[run.uri].progress()
     return {"summary": str(progress), **asdict(progress)} if progress else None
 
 
@@ -149,12 +153,19 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()
 
 
-def top_lines(runs: Iterable[tuple[Run, RunStatus]]) -> Iterator[str]:
-    """Yield a line for each run: name, state, how far it is or what it waits for."""
+def top_lines(
+    runs: Iterable[tuple[Run, RunStatus]], readers: dict[str, ProgressReader]
+) -> Iterator[str]:
+    """Yield a line for each run: name, state, how far it is or what it waits for.
+
+    Args:
+        runs: The runs with their statuses.
+        readers: By URI, those of the lines before; new ones are added.
+    """
     rows = []
     for run, status in runs:
         reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
-        progress = _progress(run, status)
+        progress = _progress(run, status, readers)
         stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
         summary = progress["summary"] if progress else ""
         reason = "; ".join(filter(None, [summary, stall, _straggler(run, status), reason]))

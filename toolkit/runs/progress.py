@@ -6,19 +6,25 @@ which anybody may have written.
 
 import contextlib
 import itertools
+import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
-from toolkit.runs.log_reader import Span, end_of
+from toolkit.runs.log_reader import Tail
 from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
 
 _LAST_BYTES = 1 << 17
 """How much is read of the metrics: some 500 steps."""
+
+_MOST_STEPS = 1000
+"""From how many records the speed is taken."""
 
 _PARTS = 4
 """Into how many parts these steps are divided, to see how much their speed varies."""
@@ -89,6 +95,67 @@ class Progress:
         return ", ".join(parts)
 
 
+class ProgressReader:
+    """Tells again and again how far a run is; each time, it reads only what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._path = run_dir, run_dir / "metrics.jsonl"
+        self._tail = Tail()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reader = run_directory.MetricReader()
+        self._records: deque[_Record] = deque(maxlen=_MOST_STEPS)
+        self._start = 0
+
+    def progress(self, *, now: float | None = None) -> Progress | None:
+        """Return how far the run is; None where it has recorded no step.
+
+        Args:
+            now: The time, in seconds since 1970; by default the present.
+        """
+        with contextlib.suppress(OSError, LauncherError):
+            self._read_on()
+        if not self._records:
+            return None
+        now = time.time() if now is None else now
+        last = self._records[-1]
+        same = [one for one in self._records if one.start == last.start]
+        steps = untrusted.whole((run_directory.outcome(self._run_dir) or {}).get("steps"))
+        if steps is None:
+            steps = last.steps
+        step_s, varies_s = _speed(same)
+        left = None if steps is None else max(steps - last.step, 0)
+        return Progress(
+            step=last.step,
+            steps=steps,
+            loss=next((one.loss for one in reversed(self._records) if one.loss is not None), None),
+            step_s=step_s,
+            left_s=None if left is None or step_s is None else step_s * left,
+            spread_s=None if left is None or varies_s is None else varies_s * left,
+            attempt=last.attempt,
+            restart=last.restart,
+            silent_s=max(now - last.when, 0.0),
+        )
+
+    def _read_on(self) -> None:
+        size = os.lstat(self._path).st_size
+        if not self._tail.offset <= size <= self._tail.offset + _LAST_BYTES:
+            self._forget()  # it was truncated, or too much has come: only the end is read
+            self._tail = Tail(offset=max(size - _LAST_BYTES, 0))
+        for line in self._tail.new_lines(self._path):
+            record = self._reader.read(_parsed(line))
+            if record is None:
+                continue
+            self._start += record.opens_start
+            when = untrusted.moment(record.values.get("time"))
+            if when is not None:
+                loss = untrusted.finite(record.values.get("loss"))
+                steps = untrusted.whole(record.values.get("steps"))
+                place = record.attempt, record.restart, record.step
+                self._records.append(_Record(self._start, when, *place, loss, steps))
+
+
 def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
     """Return how far a run is; None where it has recorded no step.
 
@@ -96,51 +163,11 @@ def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
         run_dir: The run directory.
         now: The time, in seconds since 1970; by default the present.
     """
-    records = list(_records(run_dir))
-    if not records:
-        return None
-    now = time.time() if now is None else now
-    last = records[-1]
-    same = [one for one in records if one.start == last.start]
-    steps = untrusted.whole((run_directory.outcome(run_dir) or {}).get("steps"))
-    if steps is None:
-        steps = next((one.steps for one in reversed(records) if one.steps is not None), None)
-    step_s, varies_s = _speed(same)
-    left = None if steps is None else max(steps - last.step, 0)
-    return Progress(
-        step=last.step,
-        steps=steps,
-        loss=next((one.loss for one in reversed(records) if one.loss is not None), None),
-        step_s=step_s,
-        left_s=None if left is None or step_s is None else step_s * left,
-        spread_s=None if left is None or varies_s is None else varies_s * left,
-        attempt=last.attempt,
-        restart=last.restart,
-        silent_s=max(now - last.when, 0.0),
-    )
+    return ProgressReader(run_dir).progress(now=now)
 
 
-def _records(run_dir: Path) -> list[_Record]:
-    """Return the last steps; of one step, the last record."""
-    try:
-        lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
-    except OSError:
-        return []
-    records: list[_Record] = []
-    start = 0
-    for record in run_directory.metric_records(map(_parsed, lines)):
-        start += record.opens_start
-        when = untrusted.moment(record.values.get("time"))
-        if when is not None:
-            loss = untrusted.finite(record.values.get("loss"))
-            steps = untrusted.whole(record.values.get("steps"))
-            place = record.attempt, record.restart, record.step
-            records.append(_Record(start, when, *place, loss, steps))
-    return records
-
-
-def _parsed(line: bytes) -> object:
-    with contextlib.suppress(ValueError):  # the first or the last line may be torn
+def _parsed(line: str) -> object:
+    with contextlib.suppress(ValueError):  # the first line may be torn, or one by a kill
         return untrusted.parse_json(line)
     return None
 

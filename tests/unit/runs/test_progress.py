@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.runs.progress import progress_of
+from toolkit.runs import progress
+from toolkit.runs.progress import ProgressReader, progress_of
 
 NOW = 1_000_000.0
 
@@ -87,3 +88,42 @@ def test_a_clock_that_was_set_back_gives_no_speed(tmp_path: Path) -> None:
     write(tmp_path, (1, 5), (2, 50))
     found = progress_of(tmp_path, now=NOW - 60)
     assert found is not None and (found.step_s, found.left_s, found.silent_s) == (None, None, 0)
+
+
+def test_a_reader_goes_on_where_it_was_and_says_the_same_as_a_new_one(tmp_path: Path) -> None:
+    reader = ProgressReader(tmp_path)
+    assert reader.progress(now=NOW) is None
+    write(tmp_path, *((step, 42 - step) for step in range(1, 21)))
+    assert reader.progress(now=NOW) == progress_of(tmp_path, now=NOW)
+    write(tmp_path, *((step, 22 - step) for step in range(15, 22)), restart=1)  # made again
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 22, "ti')
+    found = reader.progress(now=NOW)
+    assert found == progress_of(tmp_path, now=NOW)
+    assert found is not None and (found.step, found.restart) == (21, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'me": {NOW}, "restart": 1}}\n')
+    found = reader.progress(now=NOW)
+    assert found is not None and (found.step, found.step_s) == (22, 1.0)
+
+
+def test_a_reader_begins_anew_after_much_output_or_a_file_that_shrank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LAST_BYTES", 1000)
+    reader = ProgressReader(tmp_path)
+    write(tmp_path, (1, 500), (2, 499))
+    reader.progress(now=NOW)
+    write(tmp_path, *((step, 500 - step) for step in range(3, 400)))
+    found = reader.progress(now=NOW)
+    assert found is not None and (found.step, found.step_s) == (399, 1.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    write(tmp_path, (1, 9), (2, 7))
+    found = reader.progress(now=NOW)
+    assert found is not None and (found.step, found.step_s) == (2, 2.0)
+
+
+def test_the_number_of_steps_may_stand_in_the_records(tmp_path: Path) -> None:
+    write(tmp_path, (1, 9), (2, 7), steps_in_all=None, steps=12)
+    found = progress_of(tmp_path, now=NOW)
+    assert found is not None and (found.steps, found.left_s) == (12, 20.0)

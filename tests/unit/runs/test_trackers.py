@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,7 +255,7 @@ def test_a_script_with_its_own_wandb_goes_on_with_its_run_after_a_restart(tmp_pa
     script = tmp_path / "own.py"
     script.write_text(OWN_WANDB)
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
-    content = {"name": "own", "script": str(script), "args": [str(tmp_path)]}
+    content: dict[str, Any] = {"name": "own", "script": str(script), "args": [str(tmp_path)]}
     content |= {"env": {"PYTHONPATH": str(PACKAGES)}, "retries": {"in_job": 1}}
     content |= {"resources": {"nproc_per_node": 2}}
     run = toolkit.submit(toolkit.JobSpec.model_validate(content), to=profile)
