@@ -194,7 +194,9 @@ class _Start:
     """When the last step ended."""
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     durations: "array[float]" = field(default_factory=lambda: array("d"))
-    """How long each of `steps` took, in seconds."""
+    """How long each of `steps` took, in seconds, with the steps that it stands for."""
+    counts: "array[int]" = field(default_factory=lambda: array("q"))
+    """How many steps each of `steps` stands for; more than one where records were thinned."""
 
     def stretch(self, when: float) -> None:
         self.first, self.last = min(self.first, when), max(self.last, when)
@@ -223,21 +225,24 @@ class _Start:
         if self.steps and step <= self.steps[-1]:
             return  # an evaluation has a record of its own
         rate, took = (untrusted.finite(row.get(key)) for key in ("samples_per_s", "seconds"))
+        before = self.steps[-1] if self.steps else step - 1
+        count = min(untrusted.whole(row.get("count"), least=1) or 1, step - before)
         if took is not None:
-            seconds = max(took, 0.0)
+            seconds = count * max(took, 0.0)
         elif rate and self.batch:
-            seconds = self.batch / rate
+            seconds = count * self.batch / rate
         elif self.stepped_at is not None:
             seconds = max(when - self.stepped_at, 0.0)
         else:
             seconds = 0.0
         self.steps.append(step)
         self.durations.append(seconds)
+        self.counts.append(count)
         self.stepped_at = when
 
     def in_first_step(self) -> float:
         """Return how much longer the first step took than the mean of the others."""
-        others = len(self.durations) - 1
+        others = sum(self.counts[1:])
         if others < 1:
             return 0.0
         return max(self.durations[0] - sum(self.durations[1:]) / others, 0.0)
@@ -275,8 +280,7 @@ def goodput_of(
             ended += seconds
             clock.advance(_PHASES[phase], min(ended, start.last))
         valid = _valid(starts, index)
-        lost = len(start.steps) - valid
-        kept, again = kept + valid, again + lost
+        kept, again = kept + sum(start.counts[:valid]), again + sum(start.counts[valid:])
         clock.divide(_training(start, valid), until=start.last)
         held += ranks * (sum(clock.seconds.values()) - sum(before.values()))
         productive += ranks * (clock.seconds["productive"] - before["productive"])
@@ -339,7 +343,7 @@ class _Clock:
 
 
 def _valid(starts: list[_Start], index: int) -> int:
-    """Return how many steps of a start no later one has made again.
+    """Return how many of a start's records are of steps that no later one has made again.
 
     A later start voids the steps from its first one on, as `run_directory.read_metrics` has it.
     """

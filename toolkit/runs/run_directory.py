@@ -32,7 +32,7 @@ _METRICS_BYTES = 1 << 30
 """How much of the curves is read: those of millions of steps."""
 
 PLACE = frozenset(
-    {"version", "time", "attempt", "restart", "step", "steps", "epoch", "samples_seen"}
+    {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
 )
 """What a record of `metrics.jsonl` has beside what it has measured."""
 

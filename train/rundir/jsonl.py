@@ -23,6 +23,10 @@ TOGETHER_S = 0.1
 """Metrics that follow each other faster than this are written together: one by one they would cost
 a short step a tenth of its time. A kill loses this much at most; no step that takes longer waits.
 """
+WHOLE_BYTES = 200 << 20
+"""From this length on, a million steps, metrics are thinned: ten million steps fill no disk."""
+THINNED_S = 1.0
+"""Then one record stands for the steps of this time: the last one, with their `count`."""
 
 
 def dump(record: object, indent: int | None = None) -> str:
@@ -68,8 +72,13 @@ class Journal:
         # The file's length if no other process has written since we did.
         self._length = -1
 
-    def append(self, *lines: str, create: bool = True) -> None:
-        """Write lines; `create`: make the file if it is missing."""
+    def append(self, *lines: str, create: bool = True) -> int:
+        """Write lines, and return how long the file is then, in bytes.
+
+        Args:
+            lines: The lines, without their ends.
+            create: Whether to make the file if it is missing.
+        """
         now = time.monotonic()
         handle, length = self._open(now, create=create)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
@@ -87,6 +96,7 @@ class Journal:
         slow, self._last = now - self._last > OPEN_S, now
         if slow:
             self.close()
+        return length + written
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
@@ -116,8 +126,10 @@ class MetricsLog:
     def __init__(self, path: Path, head: Mapping[str, object]) -> None:
         self._journal, self._head = Journal(path), head
         # Two threads share the queue, and neither replaces it: so no line gets lost between them.
-        self._waiting: deque[tuple[float, Mapping[str, object]]] = deque()
+        # Each with its time, and the steps that it stands for.
+        self._waiting: deque[tuple[float, Mapping[str, object], int]] = deque()
         self._written = float("-inf")
+        self._thins = False
         self._one_at_a_time = threading.Lock()
         self._held_back = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -125,9 +137,9 @@ class MetricsLog:
     def note(self, record: Mapping[str, object]) -> None:
         """Write a record, or keep it for the next one to come."""
         now = time.time()
-        self._waiting.append((now, record))
+        self._waiting.append((now, record, 1 + self._replaced_by(record)))
         # A clock that was set back does not hold lines back.
-        if not 0 <= now - self._written < TOGETHER_S:
+        if not 0 <= now - self._written < self._pause_s():
             self.flush()
         elif len(self._waiting) == 1:
             # A thread writes the line should no other follow, as before a step that hangs.
@@ -136,6 +148,17 @@ class MetricsLog:
                 self._keeper.start()
             self._held_back.set()
 
+    def _replaced_by(self, record: Mapping[str, object]) -> int:
+        """Take out the record of the steps before, if one of a step takes its place; count them."""
+        if not self._thins or "loss" not in record:
+            return 0
+        with suppress(IndexError):  # none waits, or the thread has just taken it
+            last = self._waiting.pop()
+            if "loss" in last[1]:
+                return last[2]
+            self._waiting.append(last)
+        return 0
+
     def flush(self, *, create: bool = True) -> None:
         """Write the records that wait; `create`: make the file if it is missing."""
         with self._one_at_a_time:
@@ -143,15 +166,27 @@ class MetricsLog:
             if not waiting:
                 return
             self._written = time.time()
-            self._journal.append(
-                *(dump_numbers({**self._head, "time": when, **record}) for when, record in waiting),
-                create=create,
+            lines = (
+                dump_numbers(
+                    {
+                        **self._head,
+                        "time": when,
+                        **record,
+                        **({"count": count} if count > 1 else {}),
+                    }
+                )
+                for when, record, count in waiting
             )
+            self._thins = self._journal.append(*lines, create=create) >= WHOLE_BYTES
+
+    def _pause_s(self) -> float:
+        """How long records may wait for each other."""
+        return THINNED_S if self._thins else TOGETHER_S
 
     def _keep(self) -> None:
         while self._held_back.wait():
             self._held_back.clear()
-            time.sleep(TOGETHER_S)
+            time.sleep(self._pause_s())
             # Training's next line reports the fault. A user who removes the directory meanwhile
             # must not find a new file in it.
             with suppress(OSError):

@@ -27,7 +27,7 @@ LENGTH = 64
 """The longest name or value of a metric, in characters."""
 
 MOST_METRICS = 32
-PLACE = {"version", "time", "attempt", "restart", "step", "steps", "epoch", "samples_seen"}
+PLACE = {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
 """What a record has beside what it has measured."""
 
 

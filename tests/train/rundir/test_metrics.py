@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Until
 from train.rundir import jsonl
 from train.rundir.files import RunDirectory, read_lines
 from train.rundir.jsonl import MetricsLog, dump, dump_numbers
@@ -89,3 +90,43 @@ def test_a_clock_that_is_set_back_holds_nothing_back(
 def test_numbers_are_written_as_json_does(record: dict[str, object]) -> None:
     assert dump_numbers(record) == dump(record)
     assert json.loads(dump_numbers(record)) is not None
+
+
+def test_a_long_file_is_thinned_and_no_step_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "WHOLE_BYTES", 500)
+    monkeypatch.setattr(jsonl, "THINNED_S", 3600.0)
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, {"attempt": 0, "restart": 0})
+    step = 0
+    while not path.exists() or path.stat().st_size < 500:
+        step += 1
+        log.note({"step": step, "loss": 0.5})
+        log.flush()
+    whole = step
+    for step in range(whole + 1, whole + 8):
+        log.note({"step": step, "loss": 0.5})
+        if step == whole + 5:
+            log.note({"step": step, "test_accuracy": 0.9})
+    log.flush()  # as before an event
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    thinned = [{k: v for k, v in row.items() if k in ("step", "count")} for row in rows[whole:]]
+    assert thinned == [
+        {"step": whole + 5, "count": 5},
+        {"step": whole + 5},
+        {"step": whole + 7, "count": 2},
+    ]
+    assert rows[whole + 1]["test_accuracy"] == 0.9
+
+
+def test_a_record_that_waits_is_written_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.setattr(jsonl, "WHOLE_BYTES", 1)
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, {})
+    for step in range(1, 5):
+        log.note({"step": step, "loss": 0.5})
+    until(lambda: steps_in(path)[-1] == 4, "the last record is there")
+    assert sum(int(str(record.get("count", 1))) for record in read_lines(path)) == 4

@@ -59,6 +59,18 @@ def run(tmp_path: Path) -> Recorded:
     return Recorded(tmp_path)
 
 
+def test_a_thinned_record_stands_for_the_steps_before_it(run: Recorded) -> None:
+    at = run.steps(1, 10, run.start(0.0))
+    run._append("metrics.jsonl", at + 20, step=30, loss=1.0, samples_per_s=32.0, count=20)
+    run.event("epoch", at + 20, step=30, seconds=0.0)
+    goodput = run.goodput()
+    assert goodput.steps == 30
+    assert goodput.seconds["productive"] == pytest.approx(30)
+    run.restart = 1
+    run.steps(21, 22, run.start(at + 30))
+    assert (run.goodput().steps, run.goodput().steps_again) == (12, 20)
+
+
 def spent(goodput: Goodput) -> dict[str, float]:
     """Return the buckets that have any time, to the millisecond."""
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s)
