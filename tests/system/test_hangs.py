@@ -196,6 +196,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow  # tests/unit/templates/test_stragglers.py has simulated runs
 def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: Until) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     resources = {"nnodes": 2, "nproc_per_node": 2}

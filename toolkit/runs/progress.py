@@ -96,7 +96,7 @@ class Progress:
 
 
 class ProgressReader:
-    """Tells again and again how far a run is; each time, it reads only what is new."""
+    """Follows the progress of a run; each call reads only the new records."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._path = run_dir, run_dir / "metrics.jsonl"

@@ -149,7 +149,7 @@ class MetricsLog:
             self._held_back.set()
 
     def _replaced_by(self, record: Mapping[str, object]) -> int:
-        """Take out the record of the steps before, if one of a step takes its place; count them."""
+        """Remove the waiting record that a step's record replaces, and count its steps."""
         if not self._thins or "loss" not in record:
             return 0
         with suppress(IndexError):  # none waits, or the thread has just taken it

@@ -1,8 +1,8 @@
-"""Reads steps out of what a rank prints, and records them as a script with telemetry would.
+"""Reads steps in the output of a rank, and records them as a script with telemetry would.
 
 The job file's `log_pattern` is in TRAIN_LOG_PATTERN; the rank whose output is read, `first` or
-`last`, is in TRAIN_LOG_RANK. A line in which the pattern finds a new `step` becomes a record in
-`metrics.jsonl`. What it finds in lines without a step, or with the same one, belongs to that step.
+`last`, is in TRAIN_LOG_RANK. A line with a new `step` becomes a record in `metrics.jsonl`. Figures
+in a line without a step, or with the same step again, are added to that step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LINE_ENDS = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with a carr
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file; 0 if there is none."""
+    """Return the size of a file, 0 for a missing one."""
     return path.stat().st_size if path.exists() else 0
 
 
@@ -44,7 +44,7 @@ def figures_in(pattern: re.Pattern[str], line: str) -> dict[str, float]:
 
 
 def in_json(name: str, number: float) -> float | None:
-    """Return a figure as JSON has it: what is not finite becomes null."""
+    """Return a figure as JSON has it: infinity and NaN become null."""
     if not math.isfinite(number):
         return None
     return int(number) if name == "steps" else number
@@ -107,7 +107,7 @@ class LogSteps:
         self.record(self.events, event="start", world_size=rank["world"])
 
     def add(self, figures: Mapping[str, float]) -> None:
-        """Note what a line says."""
+        """Note the figures of a line."""
         step = figures.get("step", self.step)
         if not math.isfinite(step) or step != math.floor(step):
             return

@@ -1,4 +1,4 @@
-"""Tells Kubeflow Trainer how far a TrainJob is, for its `status.trainerStatus`.
+"""Reports the progress of a TrainJob to Kubeflow Trainer, for `status.trainerStatus`.
 
 Trainer 2.2 or later with the feature gate TrainJobStatus sets three variables in the pods: an
 address, and the paths of a certificate and of a token that is good for this TrainJob only (KEP
@@ -28,11 +28,11 @@ LENGTH = 64
 
 MOST_METRICS = 32
 PLACE = {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
-"""What a record has beside what it has measured."""
+"""The fields of a record that are not measured figures."""
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in lines, of which the first or the last may be torn."""
+    """Return the JSON objects in lines; the first and the last line may be torn."""
     rows = []
     for line in text.splitlines():
         try:
@@ -127,7 +127,7 @@ class TrainerStatus:
                 print(f"watchdog: no status to the trainer: {error}", file=sys.stderr, flush=True)
 
     def changed_status(self) -> dict[str, Any] | None:
-        """Return the status, unless there is no new record."""
+        """Return the status; None without a new record."""
         metrics = self.run_dir / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.exists() else 0
         if size == self.size:

@@ -18,6 +18,7 @@ from tests.system.chaos.memory import limited
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.slow  # drawn faults (test_drawn.py) kill ranks on Slurm, too
 def test_a_rank_is_killed_twice_and_restarted_in_the_job_then_by_a_requeue(
     site: Site, reference: Trial, until: Until
 ) -> None:
