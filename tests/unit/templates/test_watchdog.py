@@ -308,12 +308,13 @@ def hanging(site: Path) -> Iterator[dict[str, Any]]:
     hang = (
         "import itertools\ndef hang():\n    print(flush=True)\n    sum(itertools.repeat(0))\nhang()"
     )
-    process = python(site, hang)
-    assert process.stdout
-    process.stdout.readline()
-    yield json.loads((site / "exchange/3.json").read_text())
-    process.kill()
-    process.communicate(timeout=60)
+    with python(site, hang) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            yield json.loads((site / "exchange/3.json").read_text())
+        finally:
+            process.kill()
 
 
 def test_the_stack_of_a_rank_that_holds_the_gil_is_read(
