@@ -114,8 +114,11 @@ class ProgressReader:
         Args:
             now: The time, in seconds since 1970; by default the present.
         """
-        with contextlib.suppress(OSError, LauncherError):
+        try:
             self._read_on()
+        except (OSError, LauncherError):  # such as a file that was removed
+            self._forget()
+            self._tail = Tail()
         if not self._records:
             return None
         now = time.time() if now is None else now

@@ -117,10 +117,12 @@ def test_a_reader_begins_anew_after_much_output_or_a_file_that_shrank(
     write(tmp_path, *((step, 500 - step) for step in range(3, 400)))
     found = reader.progress(now=NOW)
     assert found is not None and (found.step, found.step_s) == (399, 1.0)
-    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text("")
     write(tmp_path, (1, 9), (2, 7))
     found = reader.progress(now=NOW)
     assert found is not None and (found.step, found.step_s) == (2, 2.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert reader.progress(now=NOW) is None
 
 
 def test_the_number_of_steps_may_stand_in_the_records(tmp_path: Path) -> None:
