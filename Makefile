@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-telemetry chaos faults notebooks clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -115,6 +115,10 @@ bench-executor: install  ## Measure calling a function on all ranks beside submi
 
 bench-recovery: install  ## Measure from each fault to the first new step, beside a script by hand, on a sandbox
 	@$(BIN)/python -m benchmarks.recovery $(ARGS)
+
+bench-goodput: install  ## Measure goodput under a fixed schedule of faults, beside a script by hand and Lightning, on a sandbox
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/python -m benchmarks.goodput $(ARGS)
 
 bench-telemetry: install  ## Measure what metrics and watchdog cost per step, and comparing 10,000 ranks
 	@$(BIN)/python -m benchmarks.telemetry $(ARGS)
