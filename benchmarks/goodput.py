@@ -11,9 +11,11 @@ the faults of `SCHEDULE`:
   it (`lightning_training.py`), and `--requeue`.
 
 A fault comes so many seconds after the run's first step, or once the run makes steps again after
-the fault before, whichever is later: every contender is hit by all of them. A run that does not
-come back by itself is submitted again by hand: 60 s after its last step if its job has ended, as if
-a person had looked, and after 150 s if the job stands still. These seconds count.
+the fault before, whichever is later: every contender is hit by all of them. It comes half way
+between two checkpoints, since chance would decide otherwise how many steps each of them loses. A
+run that does not come back by itself is submitted again by hand: 60 s after its last step if its
+job has ended, as if a person had looked, and after 150 s if the job stands still. These seconds
+count.
 
 Where the time of each run went is counted as `toolkit goodput` does it, until Slurm has the job as
 completed, from the files of `train` or of `train/telemetry.py` in the other scripts. The summary:
@@ -100,13 +102,13 @@ SCHEDULE = (
         heals_after_s=10,
     ),
     Fault(
-        at_s=120,
+        at_s=110,
         what=f"walltime: the job's time is over in {TIME_LEFT_S} s, of which Slurm warns it "
         f"{LEAD_S} s before, or up to 60 s sooner",
         inject=end_time,
     ),
 )
-"""The kill schedule; the faults end before a run without any could be over."""
+"""The kill schedule; the last fault comes before a run without any could be over."""
 
 
 def schedule_table(schedule: Sequence[Fault] = SCHEDULE) -> str:
@@ -260,6 +262,7 @@ class Course:
             elif (
                 waiting
                 and now >= self._begin_s + waiting[0].at_s
+                and abs(newest.step % EVERY - EVERY / 2) <= EVERY / 20
                 and heal_s == float("inf")
                 and (starts := self._starts(newest)) > hit_starts
             ):
@@ -324,14 +327,14 @@ def median_round(rounds: Sequence[Round]) -> Round:
 def summary(shown: Mapping[str, Round]) -> Iterator[str]:
     """Yield a line for each contender, with the targets that the toolkit misses."""
     names = ("goodput", "ETTR", "Google", "NVIDIA", "pace", "elapsed", "again", "starts", "by hand")
-    yield f"{'':10}" + "".join(f"{name:>9}" for name in names)
+    yield f"{'':9}" + "".join(f"{name:>9}" for name in names)
     for name, (goodput, hand, _) in shown.items():
         made = (goodput.steps * PACE_S) / goodput.elapsed_s
         others = ("ETTR (Meta)", "goodput (Google)", "uptime (NVIDIA)")
         shares = (goodput.share, *(goodput.definitions[other] for other in others), made)
         counts = (goodput.steps_again, goodput.starts, hand)
         yield (
-            f"{name:10}"
+            f"{name:9}"
             + "".join(f"{share:9.1%}" for share in shares)
             + f"{goodput.elapsed_s:7.1f} s"
             + "".join(f"{count:9}" for count in counts)
@@ -358,6 +361,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
     parser.add_argument("--only", default="", help="a part of the name of the contenders")
     parser.add_argument("--no-faults", action="store_true", help="what is lost without any")
+    parser.add_argument("--keep", action="store_true", help="the files of the runs")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="goodput-", dir="/tmp"))
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
@@ -370,9 +374,14 @@ def main() -> None:
                 played.append(play(arena, name, given.steps, schedule))
                 print(f"round {number + 1}, load average before it {load:.1f}")
                 print("\n".join(goodput_lines(name, played[-1].goodput)))
-                print("\n".join(f"  {line}" for line in played[-1].story), flush=True)
+                for line in played[-1].story:
+                    print(f"  {line}")
+                sys.stdout.flush()
     print("\n".join(summary({name: median_round(played) for name, played in rounds.items()})))
-    shutil.rmtree(folder)
+    if given.keep:
+        print(f"files of the runs: {folder}/slurm")
+    else:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
