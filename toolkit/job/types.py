@@ -244,7 +244,7 @@ def _log_pattern(value: str) -> str:
     groups = pattern.groupindex.keys()
     if "step" not in groups:
         raise ValueError(f"{value!r} has no group named step; {example}")
-    if taken := sorted(groups & {"version", "time", "attempt", "restart"}):
+    if taken := sorted(groups & {"version", "time", "attempt", "restart", "count"}):
         raise ValueError(
             f"the group {taken[0]!r} has a meaning of its own in metrics.jsonl; rename it"
         )

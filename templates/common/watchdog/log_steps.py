@@ -23,6 +23,9 @@ MOST_BYTES = 1 << 20
 LONGEST_LINE = 4000
 """In bytes; the rest is left out. Some patterns need a time that grows with the line's square."""
 
+NONE = -1
+"""The number of the step before the first line."""
+
 LINE_ENDS = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with a carriage return
 
 
@@ -101,7 +104,7 @@ class LogSteps:
         # When a restart in the job began is not known.
         began = None if rank["restart"] else environ.get("TRAIN_ATTEMPT_BEGAN")
         self.pid, self.began, self.attempt_began = rank["pid"], now, min(float(began or now), now)
-        self.step, self.names, self.records = 0, set[str](), list[str]()
+        self.step, self.names, self.records = NONE, set[str](), list[str]()
         self.is_off = self.goes_back = False
         self.size = size_of(self.metrics)
         self.record(self.events, event="start", world_size=rank["world"])
@@ -119,16 +122,20 @@ class LogSteps:
                     "of the run, through all epochs"
                 )
             return
+        count = 1
         if step > self.step:
-            if not self.step:
+            if self.step == NONE:
                 setup = time.time() - self.began
                 phases = {"start": self.began - self.attempt_began, "setup": setup}
                 self.record(self.events, event="ready", began=self.attempt_began, phases=phases)
+            else:  # many scripts print each hundredth step only
+                count = int(step) - self.step
             self.step, self.names = int(step), set()
         new = {name: figures[name] for name in figures if name not in {"step"} | self.names}
-        if self.step and (new or not self.names):
+        if self.step != NONE and (new or not self.names):
             self.names |= {"step", *new}
-            self.records.append(self.line(**{name: in_json(name, new[name]) for name in new}))
+            shown = {name: in_json(name, number) for name, number in new.items()}
+            self.records.append(self.line(**shown, **({"count": count} if count > 1 else {})))
 
     def write(self) -> None:
         """Append the new records, unless the script writes such records itself."""
@@ -145,7 +152,7 @@ class LogSteps:
 
     def line(self, **fields: object) -> str:
         """Return a record of this start and step."""
-        place = {"version": 1, "time": time.time(), **self.start, "step": self.step}
+        place = {"version": 1, "time": time.time(), **self.start, "step": max(self.step, 0)}
         return json.dumps({**place, **fields})
 
     def say(self, text: str) -> None:

@@ -120,12 +120,17 @@ forward([run], tracker, Path(output) if output else None, follow=False)
 """
 
 
-def passed_on(tracker: str, folder: Path, output: str = "") -> None:
-    """Pass on a run of three starts by three processes: one comes in the midst of the run."""
+def need_trackers() -> None:
+    """Skip a test, or fail it under CI, where the real trackers are missing."""
     if not PACKAGES.is_dir():
         if os.environ.get("CI"):
             pytest.fail("CI must have the trackers")
         pytest.skip("needs the trackers; see tests/peers.sh")
+
+
+def passed_on(tracker: str, folder: Path, output: str = "") -> None:
+    """Pass on a run of three starts by three processes: one comes in the midst of the run."""
+    need_trackers()
     run_dir = folder / "run"
     restarted(run_dir)
     whole = (run_dir / "metrics.jsonl").read_text()
@@ -248,10 +253,7 @@ sys.exit(restart == 0)
 
 @pytest.mark.slow
 def test_a_script_with_its_own_wandb_goes_on_with_its_run_after_a_restart(tmp_path: Path) -> None:
-    if not PACKAGES.is_dir():
-        if os.environ.get("CI"):
-            pytest.fail("CI must have the trackers")
-        pytest.skip("needs the trackers; see tests/peers.sh")
+    need_trackers()
     script = tmp_path / "own.py"
     script.write_text(OWN_WANDB)
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))

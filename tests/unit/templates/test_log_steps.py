@@ -135,6 +135,21 @@ def test_a_new_start_goes_on_and_status_goodput_and_curves_know_its_steps(
     assert [one["event"] for one in run.records("events")] == ["start", "ready"] * 2
 
 
+def test_steps_may_begin_at_0_and_be_printed_now_and_then(
+    log_steps: ModuleType, tmp_path: Path
+) -> None:
+    run = Printing(log_steps, tmp_path, OURS)
+    run.begin()
+    run.prints("step 0 loss 3\nstep 100 loss 2\nstep 101 loss 1\n")
+    assert run.figures() == [
+        {"step": 0, "loss": 3.0},
+        {"step": 100, "loss": 2.0, "count": 100},
+        {"step": 101, "loss": 1.0},
+    ]
+    assert [one["step"] for one in run.records("events")] == [0, 0]
+    assert goodput_of(tmp_path).steps == 102
+
+
 def test_a_step_that_goes_back_is_left_out_and_told_once(
     log_steps: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
