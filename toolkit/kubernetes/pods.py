@@ -16,6 +16,7 @@ from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import Object
 from toolkit.planning.kubernetes import ATTEMPT_LABEL
 from toolkit.runs.failure import STOPS
+from toolkit.runs.scheduled import Scheduled
 from toolkit.runs.torchrun_report import read_reports, report_texts
 from toolkit.runs.tracebacks import last_trace
 from toolkit.text.quantities import whole_number
@@ -161,6 +162,27 @@ def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
 
     late = [pod for pod in newest if not ended_earlier(pod)]
     return late if any(list(_states(pod, "terminated")) for pod in late) else newest
+
+
+def scheduled_of(pods: Iterable[Object]) -> list[Scheduled]:
+    """Return when the pods of each start were made, and when the last of them was given a node.
+
+    Starts of which a pod has no node yet are left out.
+    """
+    starts: defaultdict[int | None, list[Object]] = defaultdict(list)
+    for pod in pods:
+        starts[attempt_of(pod)].append(pod)
+    found = []
+    for attempt, own in starts.items():
+        of_start = own if attempt is not None else pods_of_last_start(own)
+        made = [seconds_of(pod["metadata"].get("creationTimestamp")) for pod in of_start]
+        given = [
+            seconds_of(true_conditions(pod).get("PodScheduled", {}).get("lastTransitionTime"))
+            for pod in of_start
+        ]
+        if all(made) and all(given):
+            found.append(Scheduled(min(made), min(made), max(given)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

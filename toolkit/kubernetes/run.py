@@ -16,7 +16,7 @@ from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
 from toolkit.kubernetes.local_state import LocalState, Settings
 from toolkit.kubernetes.logs import Round, read_lines
-from toolkit.kubernetes.pods import attempt_of, label_of, short_name
+from toolkit.kubernetes.pods import attempt_of, label_of, scheduled_of, short_name
 from toolkit.kubernetes.stacks import PodsExchange
 from toolkit.kubernetes.status import (
     FOR_LIST,
@@ -38,6 +38,7 @@ from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.run_secrets import mask_of, redacted
+from toolkit.runs.scheduled import Scheduled
 from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 
@@ -238,6 +239,13 @@ class KubernetesRun(Run):
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, {name: Path(folder, name) for name in names})
             yield Path(folder)
+
+    def scheduled(self) -> list[Scheduled]:
+        """Return the times of the starts whose pods are still there."""
+        try:
+            return scheduled_of(self.cluster.pods(self.selector))
+        except LauncherError:
+            return []  # goodput tells less without them
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         """Yield the lines of all pods, with the pod's name in front if there are several."""

@@ -7,17 +7,21 @@ are left out, and a clock that was set back makes a span empty, never negative.
 
 import itertools
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.runs import scheduled
+from toolkit.runs.scheduled import Scheduled
 from toolkit.text import untrusted
 
 BUCKETS = {
     "productive": "steps that count",
     "lost work": "steps that were made again",
-    "queue": "from the submission to the first attempt",
+    "queue": "waiting for nodes",
+    "held": "not yet eligible: a dependency, a begin time, a hold",
+    "allocation": "from the nodes to the script: their boot, the prolog; in pods the image",
     "start": "containers, torchrun, the nodes' rendezvous",
     "imports": "Python and its imports",
     "process group": "the ranks' rendezvous",
@@ -28,7 +32,7 @@ BUCKETS = {
     "evaluation": "on the test set",
     "stall": "from the last step to the failure",
     "restart": "from a failure to the next start in the job",
-    "requeue": "from the end of an attempt to the next one",
+    "requeue": "from the end of an attempt until the next one is queued, or begins",
     "other": "the rest",
 }
 """Where the time of a run goes, in the order in which it is shown."""
@@ -42,11 +46,17 @@ _PHASES = {
 }
 """The phases of the event `ready`, by bucket."""
 
+_RELEASED = frozenset({"queue", "held", "requeue"})
+"""In these, a scheduler may give the run's nodes to others."""
+
+_QUEUE = frozenset({"queue", "held", "allocation"})
+"""From the submission to an attempt's begin."""
+
 _DOWN = frozenset({"checkpoint", "lost work", "stall", "restart", "requeue"})
 """Downtime as NVIDIA counts it: checkpoints, work lost, shutdown and restart."""
 
 _STARTING = frozenset({"start", "imports", "process group", "setup", "restore", "first step"})
-"""Downtime, too, in each start but the first one."""
+"""Downtime, too, in each start but the first one, as is the queue."""
 
 _BYTES = 4 << 30
 """How much is read of a file: 10 million steps, and more events than a run has."""
@@ -135,12 +145,14 @@ class Goodput:
     @property
     def definitions(self) -> Mapping[str, float]:
         """The goodput as others define it; see docs/reference/goodput.md."""
-        after_queue = self.elapsed_s - self.seconds["queue"]
+        after_queue = self.elapsed_s - sum(
+            span.seconds for span in self.spans if not span.start and span.bucket in _QUEUE
+        )
         productive = self.seconds["productive"]
         down_s = sum(
             span.seconds
             for span in self.spans
-            if span.bucket in _DOWN or (span.start and span.bucket in _STARTING)
+            if span.bucket in _DOWN or (span.start and span.bucket in _STARTING | _QUEUE)
         )
         return {
             "goodput (Google)": productive / after_queue if after_queue else 0.0,
@@ -249,7 +261,11 @@ class _Start:
 
 
 def goodput_of(
-    folder: Path, *, submitted: float | None = None, until: float | None = None
+    folder: Path,
+    *,
+    submitted: float | None = None,
+    until: float | None = None,
+    times: Sequence[Scheduled] = (),
 ) -> Goodput:
     """Return where the time of a run went, by the files in its run directory.
 
@@ -257,6 +273,7 @@ def goodput_of(
         folder: Where `events.jsonl`, `metrics.jsonl` and `outcome.json` are.
         submitted: When the run was submitted, in seconds since 1970; by default, when it began.
         until: The end for a run that goes on; by default, the last moment that it has recorded.
+        times: What the scheduler says of the attempts, in any order.
     """
     starts = _read_starts(folder)
     clock = _Clock(submitted)
@@ -270,11 +287,10 @@ def goodput_of(
             same = starts[index - 1].number[0] == start.number[0]
             gap = "restart" if same else "requeue"
         ranks = start.ranks or 0
-        before, released = dict(clock.seconds), gap != "restart"
+        before = dict(clock.seconds)
         ended = start.first if start.began is None else start.began
-        clock.advance(gap, ended)
-        if released:
-            before[gap] = clock.seconds[gap]
+        clock.wait(gap, ended, scheduled.before(ended, times))
+        before |= {bucket: clock.seconds[bucket] for bucket in _RELEASED}
         for phase, seconds in start.phases.items():
             # By when it ended: an attempt's begin, in whole seconds, may be before the submission.
             ended += seconds
@@ -322,6 +338,15 @@ class _Clock:
         if self._now is None:
             self._begin = self._now = moment
         self._spend(bucket, max(moment - self._now, 0.0))
+
+    def wait(self, gap: str, moment: float, times: Scheduled | None) -> None:
+        """Go on to the begin of a start, through what its scheduler says of it."""
+        if times is not None and gap != "restart" and times.started > self.now:
+            self.advance(gap, min(times.queued, moment))
+            self.advance("held", min(times.eligible, moment))
+            self.advance("queue", min(times.started, moment))
+            gap = "allocation"
+        self.advance(gap, moment)
 
     def divide(self, shares: Mapping[str, float], *, until: float) -> None:
         """Go on to a moment. Of the time until then each bucket gets its share, `other` the rest.

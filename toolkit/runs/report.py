@@ -187,7 +187,9 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     try:
         with run.recorded(*_RECORDED) as folder:
             absent = [name for name in _RECORDED if not (folder / name).is_file()]
-            goodput = goodput_of(folder, submitted=run.record.created, until=until)
+            goodput = goodput_of(
+                folder, submitted=run.record.created, until=until, times=run.scheduled()
+            )
             facts.goodput = replace(goodput, price=Price.of(run.record.profile))
             facts.curves = curves_of(folder)
             outcome = run_directory.outcome(folder) or {}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
     from toolkit.runs.goodput import Goodput
     from toolkit.runs.report import Report
+    from toolkit.runs.scheduled import Scheduled
     from toolkit.runs.stacks import Exchange, Stacks
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
@@ -251,8 +252,16 @@ class Run(abc.ABC):
             raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
         until = None if self.status().state.final else time.time()
         with self.recorded("events.jsonl", "metrics.jsonl", "outcome.json") as folder:
-            found = goodput_of(folder, submitted=self.record.created, until=until)
+            found = goodput_of(
+                folder, submitted=self.record.created, until=until, times=self.scheduled()
+            )
         return replace(found, price=Price.of(self.record.profile))
+
+    def scheduled(self) -> "Sequence[Scheduled]":
+        """Return when the scheduler queued the attempts and gave them nodes, where known."""
+        from toolkit.runs.scheduled import scheduled_in
+
+        return scheduled_in(self.run_dir) if self.run_dir else []
 
     def report(self) -> "Report":
         """Return a page about the run: curves, timeline, goodput, failures, provenance.

@@ -120,7 +120,9 @@ class Kubelet(Api):
         """Give a pod that was made to the node."""
         pod["status"] = {
             "phase": "Pending",
-            "conditions": [{"type": "PodScheduled", "status": "True"}],
+            "conditions": [
+                {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp()}
+            ],
             "containerStatuses": [
                 {
                     "name": one["name"],

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes.pods import last_words
+from toolkit.kubernetes.pods import last_words, scheduled_of
 from toolkit.kubernetes.status import Evidence, digest, queue_reason, status_of, stuck_objects
 from toolkit.kubernetes.workloads import KINDS
+from toolkit.runs.scheduled import Scheduled
 from toolkit.runs.state import RunState, RunStatus
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
@@ -418,3 +419,31 @@ def test_a_run_that_starts_again_and_again_says_so() -> None:
     assert judged(running, "PyTorchJob", pods=[again]) == status(RUNNING, "restart 2")
     found = thing(active=2, ready=2, failed=2)
     assert judged(found, "Job") == status(RUNNING, "2 pods have failed and been replaced")
+
+
+def made(index: int, second: int, given: int | None, *, attempt: str = "") -> dict[str, Any]:
+    """Return a pod that was made at a second of 1970, and given a node at another one."""
+    conditions = [condition("PodScheduled", "False", lastTransitionTime="1970-01-01T00:00:59Z")]
+    if given is not None:
+        stamp = f"1970-01-01T00:00:{given:02}Z"
+        conditions = [condition("PodScheduled", lastTransitionTime=stamp)]
+    one = pod(index, attempt=attempt, conditions=conditions)
+    one["metadata"]["creationTimestamp"] = f"1970-01-01T00:00:{second:02}Z"
+    return one
+
+
+def test_a_start_has_its_nodes_when_its_last_pod_has_one() -> None:
+    pods = [made(0, 10, 12, attempt="0"), made(1, 11, 15, attempt="0")]
+    assert scheduled_of(pods) == [Scheduled(10, 10, 15)]
+    again = [made(0, 30, 31, attempt="1"), made(1, 30, 33, attempt="1")]
+    assert scheduled_of(pods + again) == [Scheduled(10, 10, 15), Scheduled(30, 30, 33)]
+    assert scheduled_of([pods[0], made(1, 11, None, attempt="0")]) == []
+    assert scheduled_of([made(0, 30, 33), pod(1)]) == []
+
+
+def test_pods_that_a_job_has_replaced_say_nothing_of_its_last_start() -> None:
+    old = made(0, 10, 12)
+    old["status"]["containerStatuses"] = [
+        {"state": {"terminated": {"exitCode": 1, "finishedAt": "1970-01-01T00:00:20Z"}}}
+    ]
+    assert scheduled_of([old, made(0, 30, 33), made(1, 31, 32)]) == [Scheduled(30, 30, 33)]

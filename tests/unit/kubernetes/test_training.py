@@ -104,6 +104,7 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
     assert (outcome["status"], outcome["step"]) == ("done", STEPS)
     resumed = live.events(run, "resume")
     assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
+    assert run.scheduled(), "its pods say when they were made and given nodes"
     goodput = run.goodput()
     assert (goodput.steps, goodput.starts) == (STEPS, len(resumed) + 1)
     # Ranks that are told to stop save before they do; a pod that is killed loses steps.

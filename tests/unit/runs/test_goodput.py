@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.cli.summary import goodput_lines
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
+from toolkit.runs.scheduled import Scheduled, scheduled_in
 from toolkit.runs.state import RunState, RunStatus
 
 SUBMITTED = 1_000_000.0
@@ -25,6 +26,11 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.attempt = self.restart = 0
+        self.times: list[Scheduled] = []
+
+    def scheduled(self, queued: float, eligible: float, started: float) -> None:
+        moments = (SUBMITTED + at for at in (queued, eligible, started))
+        self.times.append(Scheduled(*moments))
 
     def _append(self, name: str, at: float, **row: Any) -> None:
         head = {"version": 1, "time": SUBMITTED + at}
@@ -51,7 +57,7 @@ class Recorded:
 
     def goodput(self, until: float | None = None) -> Goodput:
         end = None if until is None else SUBMITTED + until
-        return goodput_of(self.folder, submitted=SUBMITTED, until=end)
+        return goodput_of(self.folder, submitted=SUBMITTED, until=end, times=self.times)
 
 
 @pytest.fixture
@@ -110,6 +116,63 @@ def test_a_run_without_faults(run: Recorded) -> None:
     assert figures["rank_hours_productive"] == pytest.approx(4 * 100 / 3600)
     # Until its last record: the rest belongs to nobody.
     assert figures["rank_hours"] == pytest.approx(4 * 116.5 / 3600)
+
+
+def test_the_schedulers_times_divide_what_lies_before_an_attempt(run: Recorded) -> None:
+    run.scheduled(1, 11, 31)
+    at = run.steps(1, 10, run.start(35))
+    run.attempt = 1
+    # The nodes are lost: Slurm notices it after 20 s, and lets the job start 6 s later.
+    run.scheduled(at + 20, at + 26, at + 36)
+    run.event("done", run.steps(11, 20, run.start(at + 40)), step=20)
+    found = run.goodput()
+    times = spent(found)
+    # Until Slurm had the job, 1 s after its submission began, it waited for nobody's nodes.
+    assert (times["held"], times["queue"], times["allocation"]) == (10 + 6, 1 + 20 + 10, 4 + 4)
+    assert times["requeue"] == 20
+    after_queue = found.elapsed_s - 35
+    assert found.definitions["goodput (Google)"] == pytest.approx(20 / after_queue)
+    later = 20 + 20 + 10  # the second start is downtime, and all before it
+    assert found.definitions["uptime (NVIDIA)"] == pytest.approx(1 - later / after_queue)
+    held = found.elapsed_s - 31 - 36  # the nodes are the run's from their allocation on
+    assert found.rank_s == pytest.approx(4 * held)
+
+
+def test_times_of_the_scheduler_that_cannot_be_are_cut(run: Recorded) -> None:
+    run.scheduled(100, 50, 25)  # in no order, and partly after the attempt's begin
+    run.scheduled(3, 3, 3000)  # of an attempt that has recorded nothing
+    run.event("done", run.steps(1, 10, run.start(30)), step=10)
+    assert spent(run.goodput())["queue"] == 30
+    run.times.clear()
+    assert spent(run.goodput())["queue"] == 30
+
+
+def test_a_restart_in_the_job_waits_for_no_scheduler(run: Recorded) -> None:
+    run.scheduled(0, 0, 5)
+    at = run.steps(1, 10, run.start(5))
+    run.restart = 1
+    run.event("done", run.steps(11, 20, run.start(at + 7)), step=20)
+    times = spent(run.goodput())
+    assert (times["queue"], times["restart"]) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ("1764000000 1764000001 1764000002\n", [Scheduled(1764000000, 1764000001, 1764000002)]),
+        ("1764000000 1764000001\n", []),
+        ("1764000000 N/A 1764000002\n", []),
+        ("9" * 99, []),
+        ("", []),
+    ],
+)
+def test_the_times_that_a_script_has_noted(
+    tmp_path: Path, text: str, times: list[Scheduled]
+) -> None:
+    logs = tmp_path / "logs/attempt-0"
+    logs.mkdir(parents=True)
+    (logs / "scheduled").write_text(text)
+    assert scheduled_in(tmp_path) == times
 
 
 def test_steps_after_the_last_checkpoint_are_lost_and_gaps_have_names(run: Recorded) -> None:
