@@ -20,7 +20,7 @@ from benchmarks.goodput import (
     summary,
 )
 from tests.conftest import ROOT
-from toolkit.runs.goodput import BUCKETS, Goodput
+from toolkit.runs.goodput import BUCKETS, Goodput, Span
 
 
 def played(productive_s: float, elapsed_s: float, *, again: int = 0, by_hand: int = 0) -> Round:
@@ -36,6 +36,7 @@ def played(productive_s: float, elapsed_s: float, *, again: int = 0, by_hand: in
         ranks=2,
         rank_s=None,
         productive_rank_s=None,
+        spans=(Span(0, "queue", 0.0, 2.0),),
     )
     return Round(goodput, by_hand, ())
 

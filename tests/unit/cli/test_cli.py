@@ -517,7 +517,7 @@ def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
     assert done.stdout.splitlines() == [
         "ended: goodput 50.0% of 20.0 s (11 steps, 1 start)",
         "   50.0%        10.0 s  productive     steps that count",
-        "   50.0%        10.0 s  queue          from the submission to the first attempt",
+        "   50.0%        10.0 s  queue          waiting for nodes",
     ]
     (row,) = json.loads(program("goodput", str(ended_run), "--json").stdout)
     assert (row["name"], row["goodput"], row["seconds"]["queue"]) == ("ended", 0.5, 10)
