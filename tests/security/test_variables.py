@@ -30,8 +30,8 @@ PODS = [
     for claim in (None, "runs")
 ]
 
-ARGUMENTS = {"jobid", "excnodelist", "label", "SubmitTime", "EligibleTime", "StartTime"}
-"""What looks like an assignment, and is an argument of scontrol, sed or podman."""
+ARGUMENTS = {"jobid", "excnodelist", "label"}
+"""What looks like an assignment, and is an argument of scontrol or podman."""
 
 STARTS = {"main", "launch", "launch_once", "run_step", "node"}
 """Functions below which something starts that sees the job's secrets."""

@@ -1,9 +1,11 @@
 """When a scheduler was asked for an attempt's nodes, and when it gave them.
 
-On Slurm, the batch script asks the controller for these times, and keeps them in the attempt's
-folder (docs/reference/run-directory.md). On Kubernetes, the pods have them.
+On Slurm, the batch script keeps what the controller says of the job in the attempt's folder
+(docs/reference/run-directory.md). On Kubernetes, the pods have them.
 """
 
+import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +18,12 @@ _MOST_ATTEMPTS = 1000
 
 _TOLERANCE_S = 2.0
 """By how much an attempt may seem to begin before it was started: times are in whole seconds."""
+
+
+_OF_SLURM = re.compile(
+    r" SubmitTime=(\d{1,11}) EligibleTime=(\d{1,11}) .* StartTime=(\d{1,11}) EndTime="
+)
+"""In the line of `scontrol -o show job`, with times in seconds since 1970."""
 
 
 class Scheduled(NamedTuple):
@@ -38,14 +46,9 @@ def scheduled_in(run_dir: Path) -> list[Scheduled]:
 
 
 def _noted(path: Path, run_dir: Path) -> Scheduled | None:
-    try:
-        words = untrusted.read_text(path, limit=100, below=run_dir).split()
-        times = [untrusted.moment(int(word)) for word in words]
-    except (OSError, ValueError):
-        return None
-    match times:
-        case [float() as queued, float() as eligible, float() as started]:
-            return Scheduled(queued, eligible, started)
+    with contextlib.suppress(OSError):
+        if found := _OF_SLURM.search(untrusted.read_text(path, below=run_dir)):
+            return Scheduled(*map(float, found.groups()))
     return None
 
 

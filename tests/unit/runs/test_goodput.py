@@ -156,13 +156,21 @@ def test_a_restart_in_the_job_waits_for_no_scheduler(run: Recorded) -> None:
     assert (times["queue"], times["restart"]) == (5, 7)
 
 
+SAID = (
+    "JobId=12 JobName=digits Requeue=1 Restarts=0 BatchFlag=1 RunTime=00:00:01 SubmitTime={} "
+    "EligibleTime={} AccrueTime=3 StartTime={} EndTime=99 Deadline=N/A NodeList=node[1-2]\n"
+)
+"""As `scontrol -o show job` of Slurm 22.05 and 26.05 has it."""
+
+
 @pytest.mark.parametrize(
     ("text", "times"),
     [
-        ("1764000000 1764000001 1764000002\n", [Scheduled(1764000000, 1764000001, 1764000002)]),
-        ("1764000000 1764000001\n", []),
-        ("1764000000 N/A 1764000002\n", []),
-        ("9" * 99, []),
+        (SAID.format(7, 8, 9), [Scheduled(7, 8, 9)]),
+        (SAID.format(7, "N/A", 9), []),
+        (SAID.format(7, 8, "2026-11-27T09:00:00"), []),
+        (SAID.format(7, 8, "9" * 400), []),
+        ("slurm_load_jobs error: Unable to contact slurm controller\n", []),
         ("", []),
     ],
 )
