@@ -102,28 +102,28 @@ def _summary(
 def _progress(
     run: Run, status: RunStatus, readers: dict[str, ProgressReader]
 ) -> dict[str, Any] | None:
-    """Return how far a run is, while it runs and where this machine sees its run directory."""
-    if status.state is not RunState.RUNNING or run.run_dir is None:
+    """Return how far a run is, while it runs and where its records can be read."""
+    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
         return None
     if run.uri not in readers:
-        readers[run.uri] = ProgressReader(run.run_dir)
+        readers[run.uri] = ProgressReader(folder)
     progress = readers[run.uri].progress()
     return {"summary": str(progress), **asdict(progress)} if progress else None
 
 
 def _stall(run: Run, status: RunStatus) -> str | None:
     """Return why a running run is stalled."""
-    if status.state is not RunState.RUNNING or run.run_dir is None:
+    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
         return None
-    why = newest_stall(run.run_dir)
+    why = newest_stall(folder)
     return why and mask_of(run.run_dir).hide(why)
 
 
 def _straggler(run: Run, status: RunStatus) -> str | None:
     """Return which rank of a running run is slower than the others."""
-    if status.state is not RunState.RUNNING or run.run_dir is None:
+    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
         return None
-    why = newest_straggler(run.run_dir)
+    why = newest_straggler(folder)
     return why and mask_of(run.run_dir).hide(why)
 
 

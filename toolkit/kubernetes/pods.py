@@ -101,6 +101,12 @@ def is_running(pod: Object) -> bool:
     return any(list(_states(pod, which, where=where)) for which, where in places)
 
 
+def is_up(pod: Object) -> bool:
+    """Whether a pod runs now and is not being deleted, so that commands can run in it."""
+    phase = (pod.get("status") or {}).get("phase")
+    return phase == "Running" and not pod["metadata"].get("deletionTimestamp")
+
+
 def is_starting(pod: Object) -> bool:
     """Whether a pod is being started, so that only events can hold the reason of a delay."""
     return any(waiting.get("reason") in _ON_THE_WAY for waiting in _states(pod, "waiting"))

@@ -14,6 +14,7 @@ from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
+from toolkit.kubernetes.glimpse import glimpse_of
 from toolkit.kubernetes.local_state import LocalState, Settings
 from toolkit.kubernetes.logs import Round, read_lines
 from toolkit.kubernetes.pods import attempt_of, label_of, scheduled_of, short_name
@@ -86,7 +87,7 @@ class KubernetesRun(Run):
         return selector_of(RUN_LABEL, [self.object_name])
 
     @property
-    def batch_key(self) -> Hashable:
+    def batch_key(self) -> tuple[Hashable, ...]:
         """The namespace of a cluster, and the kind: one list answers for all of it."""
         return (*self.cluster.connection.identity, self.kind.kind)
 
@@ -239,6 +240,13 @@ class KubernetesRun(Run):
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, {name: Path(folder, name) for name in names})
             yield Path(folder)
+
+    def live_dir(self) -> Path | None:
+        """Return a folder with the ends of the records, as a pod of the run has told them."""
+        if self.points:
+            return None
+        glimpse = glimpse_of((*self.batch_key, self.object_name))
+        return glimpse.folder(self.cluster, self.selector, self.kind.container)
 
     def scheduled(self) -> list[Scheduled]:
         """Return the times of the starts whose pods are still there."""

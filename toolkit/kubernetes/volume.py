@@ -18,7 +18,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, Conflict, Denied, Missing
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import PODS, Cluster
-from toolkit.kubernetes.pods import sentence, trouble
+from toolkit.kubernetes.pods import is_up, sentence, trouble
 from toolkit.kubernetes.workloads import Object, WorkloadKind, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
@@ -215,7 +215,7 @@ def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
         )
     running: list[Object] = []
     with contextlib.suppress(Denied):
-        running = [pod for pod in cluster.pods(run.selector) if _runs(pod)]
+        running = [pod for pod in cluster.pods(run.selector) if is_up(pod)]
     for pod in running[:1]:
         name = str(pod["metadata"]["name"])
         with contextlib.suppress(Missing):  # it has ended just now
@@ -275,7 +275,7 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
     for attempt in range(_PATIENCE):
         if (pod := cluster.get(PODS, name)) is None:
             raise LauncherError(f"{subject} was deleted before it ran")
-        if _runs(pod):
+        if is_up(pod):
             return
         status = pod.get("status") or {}
         if status.get("phase") in ("Succeeded", "Failed"):
@@ -286,12 +286,6 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
     with contextlib.suppress(LauncherError):
         reason = reason or next((sentence("", e) for e in reversed(cluster.warnings(name))), "")
     raise LauncherError(f"{subject} does not run" + (f": {reason}" if reason else ""))
-
-
-def _runs(pod: Object) -> bool:
-    """Whether a pod runs and is not being deleted."""
-    phase = (pod.get("status") or {}).get("phase")
-    return phase == "Running" and not pod["metadata"].get("deletionTimestamp")
 
 
 def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:

@@ -90,10 +90,10 @@ def _extent_of(run: "Run", points: Sequence[RunStatus] = ()) -> _Extent | None:
     if run.points:
         ended = sum(status.state.final for status in points)
         return _Extent(ended, len(run.points), "points")
-    if run.run_dir is None:
+    if (folder := run.live_dir()) is None:
         return None
-    steps = untrusted.whole((run_directory.outcome(run.run_dir) or {}).get("steps"))
-    done = untrusted.whole((run_directory.last_metrics(run.run_dir) or {}).get("step"))
+    steps = untrusted.whole((run_directory.outcome(folder) or {}).get("steps"))
+    done = untrusted.whole((run_directory.last_metrics(folder) or {}).get("step"))
     return None if steps is None else _Extent(done or 0, steps, "steps")
 
 

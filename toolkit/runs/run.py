@@ -57,6 +57,13 @@ class Run(abc.ABC):
         """The run directory, where this machine can see it."""
         return self.record.run_dir
 
+    def live_dir(self) -> Path | None:
+        """Return a folder with the newest records of the run while it runs; None without a way.
+
+        That is the run directory, or on Kubernetes the ends of some of its files.
+        """
+        return self.run_dir
+
     @property
     def points(self) -> "Sequence[Run]":
         """The points of a sweep, each a run of its own; none where it is no sweep."""
