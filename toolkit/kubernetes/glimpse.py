@@ -115,11 +115,10 @@ class Glimpse:
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            if file.seek(0, 2) != begin:
-                file.truncate(0)  # what lies before is not known: a hole
-                file.truncate(begin)
-                file.seek(begin)
+        with path.open("ab") as file:
+            if file.tell() != begin:
+                file.truncate(0)
+                file.truncate(begin)  # what lies before is not known: a hole
             file.write(content)
 
 
