@@ -76,6 +76,32 @@
     keep(box, new uPlot(options, uPlot.join(tables), box));
   };
 
+  // ---- The ranks: in which share of the time each waits for others
+  const waits = () => {
+    const box = document.getElementById("waits");
+    if (!box || !data.ranks || !data.ranks.time.length) return;
+    const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
+    const options = {
+      width: box.clientWidth || 400,
+      height: 220,
+      cursor: { drag: { x: true, y: false }, sync: { key: "time" } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high || 0, 0.01)] } },
+      axes: [axis({ values: (_, values) => values.map((value) => (value == null ? "" : duration(value))) }), axis({ size: 64, values: (_, values) => values.map(percent) })],
+      series: [
+        { label: "time", value: (_, value) => (value == null ? "–" : duration(value)) },
+        ...data.ranks.series.map(({ label }, index) => ({
+          label,
+          stroke: colour(index),
+          width: 1.5,
+          spanGaps: false,
+          points: { show: data.ranks.time.length < 30, size: 5 },
+          value: (_, value) => percent(value),
+        })),
+      ],
+    };
+    keep(box, new uPlot(options, [data.ranks.time, ...data.ranks.series.map(({ values }) => values)], box));
+  };
+
   // ---- Parallel coordinates: one line for each run, from setting to setting and on to the results
   const parallel = () => {
     const box = document.querySelector("#parallel .plot");
@@ -129,6 +155,7 @@
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
     if (form) document.querySelectorAll(".plot[data-curve]").forEach(draw);
+    waits();
     parallel();
     document.querySelectorAll(".swatch[data-run]").forEach((swatch) => {
       swatch.style.background = colour(Number(swatch.dataset.run));

@@ -13,6 +13,7 @@ import toolkit
 from tests.conftest import TOOLKIT, Until
 from tests.support.slurm_site import Site
 from toolkit.runs.failure import first_failure
+from toolkit.runs.ranks import newest_waits
 from toolkit.runs.stacks import newest_straggler
 
 # A script as people write it. Rank 1 hangs in its first start, after six steps or before the first.
@@ -221,6 +222,9 @@ def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: U
     folder = run_dir / "logs/attempt-0/watchdog"
     line = json.loads((folder / "stragglers.jsonl").read_text().splitlines()[0])
     assert (line["rank"], line["faster"] > 0.1) == (2, True)
+    waits = newest_waits(run_dir)
+    assert waits is not None and sorted(waits.waits) == [0, 1, 2, 3]
+    assert min(waits.waits, key=waits.waits.__getitem__) == 2
 
 
 @pytest.mark.slurm

@@ -37,6 +37,12 @@ def recorded(folder: Path, *, name: str, lr: float, steps: int = 3000) -> ToldRu
                 at += 1
                 figures = {"loss": 2 / (1 + lr * step), "lr": lr, "samples_per_s": 64.0}
                 log.write(json.dumps({**row, "time": at, "step": step, **figures}) + "\n")
+    watchdog = folder / "logs/attempt-1/watchdog"
+    watchdog.mkdir(parents=True)
+    with (watchdog / "ranks.jsonl").open("w") as file:
+        for at in range(2030, 3000, 30):
+            waits = [[rank, 0.02 if rank == 2 else 0.2 + at % 7 / 100, "n1"] for rank in range(4)]
+            file.write(json.dumps({"version": 1, "time": at, "waits": waits}) + "\n")
     (folder / "outcome.json").write_text(json.dumps({"status": "done", "steps": steps}))
     (folder / "job.yaml").write_text(f"name: {name}\nargs: [--lr, '{lr}']\n")
     run = run_at(folder, name=name)
@@ -105,7 +111,7 @@ def test_a_page_is_drawn_without_a_complaint_and_asks_for_nothing(
     plots = browser.find_elements(By.CSS_SELECTOR, ".plot[data-curve]")
     assert [plot.get_attribute("data-curve") for plot in plots] == ["loss", "lr", "samples_per_s"]
     inked = browser.execute_script(_INKED)
-    assert len(inked) == 3 + (page == "three")
+    assert len(inked) == 4, "three curves; the ranks of one run, or what differs between three"
     assert all(count > 50 for count in inked), "each canvas has lines in colour"
     wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.execute_script(wide) == 0, "nobody needs to scroll aside"

@@ -15,6 +15,7 @@ from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import ProgressReader
+from toolkit.runs.ranks import newest_waits
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler
@@ -51,6 +52,7 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
             "progress": _progress(run, status, {}),
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
+            "ranks": _ranks(run, status),
             "failure": failure,
         }
     point_statuses = run.statuses()
@@ -127,6 +129,14 @@ def _straggler(run: Run, status: RunStatus) -> str | None:
     return why and mask_of(run.run_dir).hide(why)
 
 
+def _ranks(run: Run, status: RunStatus) -> dict[str, Any] | None:
+    """Return how long the ranks of a running run wait for each other."""
+    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
+        return None
+    waits = newest_waits(folder)
+    return {"summary": str(waits), **asdict(waits)} if waits else None
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
     try:
         failure = run.failure()
@@ -140,8 +150,8 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     for key, value in summary.items():
         if key == "failure" and value:
             yield headline(value["summary"])
-        elif key == "progress" and value:
-            yield f"{'progress:':<10} {value['summary']}"
+        elif key in ("progress", "ranks") and value:
+            yield f"{key + ':':<10} {value['summary']}"
         elif key not in ("points", "expected_start") and value not in (None, ""):
             shown = run_directory.figures(value) if isinstance(value, dict) else value
             yield f"{key + ':':<10} {shown}"

@@ -24,6 +24,7 @@ from toolkit.runs.curves import Curve, curves_of
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.provenance import origin_lines, origin_of
+from toolkit.runs.ranks import RankWaits, waits_of
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import stalls_of
 from toolkit.runs.state import RunState, RunStatus
@@ -49,6 +50,10 @@ _MOST_LINES = 200
 """Lines of a failure, and of the stacks of a stall."""
 
 _MOST_STALLS = 5
+_MOST_RANKS = 32
+"""Rows of the table of ranks: those that wait least."""
+
+_DRAWN_RANKS = 8
 _LINE = 300
 """Characters of a line of a stack."""
 
@@ -373,6 +378,7 @@ def _details(facts: _Facts) -> dict[str, Any]:
         "attempts": list(_attempts(run)),
         "failures": list(_failures(run, facts)),
         "stalls": list(_stalls(run)),
+        "ranks": _ranks(facts),
         "origin": list(origin_lines(origin_of(run))),
         "files": [
             {"name": name, "text": text} for name in _written(run) if (text := _text_of(run, name))
@@ -426,6 +432,64 @@ def _stalls(run: "Run") -> Iterator[dict[str, str]]:
         }
 
 
+def _recorded_waits(run: "Run") -> list[RankWaits]:
+    """Return how long the ranks have waited for each other, in all attempts seen from here."""
+    if run.run_dir is None:
+        return []
+    folders = attempt_folders(run.run_dir)[-_MOST_ATTEMPTS:]
+    return [waits for folder in folders for waits in waits_of(folder)]
+
+
+def _mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
+    """Return the mean of each rank, the ranks that wait least first."""
+    sums: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for record in records:
+        for rank, share in record.waits.items():
+            sums[rank] = sums.get(rank, 0.0) + share
+            counts[rank] = counts.get(rank, 0) + 1
+    means = {rank: total / counts[rank] for rank, total in sums.items()}
+    return {rank: means[rank] for rank in sorted(means, key=means.__getitem__)}
+
+
+def _ranks(facts: _Facts) -> dict[str, Any] | None:
+    """Return the table of ranks: the share of the time in which each waits, and its own step."""
+    records = _recorded_waits(facts.run)
+    if not records:
+        return None
+    means, goodput = _mean_waits(records), facts.goodput
+    made = goodput.steps + goodput.steps_again if goodput else 0
+    step_s = 0.0
+    if goodput and made:
+        step_s = (goodput.seconds["productive"] + goodput.seconds["lost work"]) / made
+    nodes = {rank: node for record in records for rank, node in record.nodes.items()}
+    rows = [
+        {
+            "rank": rank,
+            "node": nodes[rank],
+            "share": f"{share:.1%}",
+            "own": f"{(1 - share) * step_s:.3g} s" if step_s else "",
+        }
+        for rank, share in itertools.islice(means.items(), _MOST_RANKS)
+    ]
+    return {"rows": rows, "more": len(means) - len(rows), "drawn": min(len(means), _DRAWN_RANKS)}
+
+
+def _rank_series(run: "Run") -> dict[str, Any]:
+    """Return what the page draws of the ranks that wait least."""
+    records = _recorded_waits(run)
+    every = max(len(records) // _MOST_POINTS, 1)
+    records = sorted(records[::every], key=lambda record: record.time)
+    shown = sorted(itertools.islice(_mean_waits(records), _DRAWN_RANKS))
+    return {
+        "time": [round(record.time - run.record.created, 2) for record in records],
+        "series": [
+            {"label": f"rank {rank}", "values": [record.waits.get(rank) for record in records]}
+            for rank in shown
+        ],
+    }
+
+
 def _written(run: "Run") -> list[str]:
     """Return the names of the job file and the rendered script."""
     if run.run_dir is None:
@@ -452,6 +516,7 @@ def _data(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
     count = sum(len(one.curves) for one in facts)
     most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
     return {
+        "ranks": _rank_series(facts[0].run) if len(facts) == 1 else None,
         "runs": [
             {
                 "name": one.run.name.rpartition("/")[2],

@@ -45,6 +45,16 @@ class Straggler(NamedTuple):
     """By which share the run would be faster without it."""
 
 
+class Comparison(NamedTuple):
+    """How the ranks differ in their newest steps."""
+
+    waits: Mapping[int, float]
+    """By rank: in which share of the time it has waited for other ranks."""
+
+    straggler: Straggler | None
+    """The rank that the others wait for, if it costs much."""
+
+
 def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
     """Return the newest collectives of all ranks that a rank has begun on the CPU (gloo).
 
@@ -64,8 +74,8 @@ def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
     return Arrivals(first, times, [crc32(text.encode()) for text in words])
 
 
-def straggler_of(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Straggler | None:
-    """Return the rank that the others wait for; None if there is none.
+def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Comparison | None:
+    """Return how the ranks differ; None where that cannot be told.
 
     Args:
         arrivals: Of each rank.
@@ -88,7 +98,7 @@ def straggler_of(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> 
     if len({nodes[rank] for rank in times}) > 1 and not _set_clocks(times, nodes, period):
         return None
     found = _latest(times, period)
-    return found if found.faster >= FASTER else None
+    return Comparison(_waits(times, period), found if found.faster >= FASTER else None)
 
 
 def _period(kinds: Sequence[int]) -> int | None:
@@ -152,10 +162,31 @@ def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
         late_s[rank] += margin
     rank = max(ranks, key=late_s.__getitem__)
     late = [own if each == rank else 0.0 for each, own in zip(lasts, margins, strict=True)]
-    steps = (len(late) - 1) // period
-    longest = [max(late[step * period : (step + 1) * period]) for step in range(steps)]
-    waits = [before - after for before, after in pairwise(late) if after <= before / 2 > 0]
-    lost = sum(waits) if len(waits) >= LAST_IN * steps else sum(longest)
+    lost, longest = _waited(late, period)
     took = ends[-1] - ends[0]
-    is_last = sum(each > 0 for each in longest) / steps
+    is_last = sum(each > 0 for each in longest) / len(longest)
     return Straggler(rank, lost / (took - lost) if is_last >= LAST_IN and took > lost else 0.0)
+
+
+def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]]:
+    """Return for how long a rank has waited that begins collectives so much before the last one.
+
+    Returns:
+        The time in all, and by how much it was ahead at most in each step.
+    """
+    steps = (len(ahead) - 1) // period
+    longest = [max(ahead[step * period : (step + 1) * period]) for step in range(steps)]
+    waits = [before - after for before, after in pairwise(ahead) if after <= before / 2 > 0]
+    return sum(waits) if len(waits) >= LAST_IN * steps else sum(longest), longest
+
+
+def _waits(times: Mapping[int, Sequence[float]], period: int) -> dict[int, float]:
+    """Return by rank in which share of the time it has waited for others."""
+    ends = [max(column) for column in zip(*times.values(), strict=True)]
+    took = ends[-1] - ends[0]
+    shares = {}
+    for rank, own in times.items():
+        ahead = [end - begin for end, begin in zip(ends, own, strict=True)]
+        waited, _ = _waited(ahead, period)
+        shares[rank] = min(waited / took, 1.0) if took > 0 else 0.0
+    return shares

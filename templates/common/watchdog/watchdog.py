@@ -8,9 +8,10 @@ What it finds goes into the attempt's folder `watchdog` (docs/reference/run-dire
 `answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
 the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
 others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given. Now and
-then it asks all nodes when their ranks have begun the newest collectives, and names a rank that is
-slower than the others in `stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the
-watchdog beside the rank that prints steps records them (log_steps.py).
+then it asks all nodes when their ranks have begun the newest collectives, writes into
+`ranks.jsonl` how long each rank waits for others, and names one that is slower than the others in
+`stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the watchdog beside the rank
+that prints steps records them (log_steps.py).
 """
 
 import contextlib
@@ -50,6 +51,9 @@ ANSWERS_S = 40.0
 
 STRAGGLERS_S = 30.0
 """How often the ranks are compared; of more than 480 ranks, every world size / 16 seconds."""
+
+RECORDED = 100
+"""How often that is written down while a run becomes e times as old: files stay small."""
 
 LEAST_LEARNED_S = 300.0
 """A learned limit is at least this long, and ten times the longest time between two steps."""
@@ -414,6 +418,7 @@ class Watchdog:
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
         self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
+        self.since, self.compared = time.monotonic(), float("-inf")
         self.begun: dict[int, tuple[stragglers.Arrivals, str]] = {}
         self.log_steps: Any = None
         if pattern := environ.get("TRAIN_LOG_PATTERN"):
@@ -515,10 +520,16 @@ class Watchdog:
             self.judge(answers)
 
     def judge(self, answers: Mapping[int, tuple[stragglers.Arrivals, str]]) -> None:
-        """Write down which rank is slower than the others, if it is another one than before."""
+        """Write down how long ranks wait, and which one is slower, if it is another than before."""
         begun = {rank: each for rank, (each, _) in answers.items()}
         nodes = {rank: node for rank, (_, node) in answers.items()}
-        slow = stragglers.straggler_of(begun, nodes)
+        compared = stragglers.compare(begun, nodes)
+        slow = compared and compared.straggler
+        now = time.monotonic()
+        if compared and now - self.compared >= (now - self.since) / RECORDED:
+            self.compared = now
+            waits = [[rank, round(compared.waits[rank], 4), nodes[rank]] for rank in sorted(nodes)]
+            self.record("ranks", waits=waits)
         if (-1 if slow is None else slow.rank) == self.slow_rank:
             return
         self.slow_rank = -1 if slow is None else slow.rank
@@ -533,7 +544,7 @@ class Watchdog:
         print(f"watchdog: {why}", file=sys.stderr, flush=True)
 
     def record(self, name: str, **fields: object) -> None:
-        """Append a line to `stalls.jsonl` or `stragglers.jsonl`."""
+        """Append a line to `stalls.jsonl`, `stragglers.jsonl` or `ranks.jsonl`."""
         line = json.dumps({"version": 1, "time": time.time(), **fields})
         with (self.exchange / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -39,6 +39,19 @@ def test_what_a_watchdog_has_named_is_shown_while_the_run_goes_on(
     assert summary_of(run)[key] is None
 
 
+def test_how_long_the_ranks_wait_for_each_other_is_shown_while_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    first = {"time": 1.0, "waits": [[0, 0.5, "n1"], [1, 0.5, "n2"]]}
+    odd = {"time": 2.0, "waits": [[0, 2.0, "n1"], [-1, 0.5, "n2"], 7, [0, "x", "n"], [0, 0.1]]}
+    then = {"time": 3.0, "waits": [[0, 0.234, "n1"], [1, 0.01, "n2\x1b[2J"], [2, 0.2, "n2"]]}
+    run = watched(tmp_path, "ranks.jsonl", first, odd, then, {"time": "then", "waits": []})
+    line = r"ranks:     wait for others 1% (rank 1 on n2\x1b[2J) to 23% (rank 0 on n1) of the time"
+    assert line in list(summary_lines(summary_of(run)))
+    run.told = RunStatus(state=RunState.SUCCEEDED)
+    assert summary_of(run)["ranks"] is None
+
+
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [

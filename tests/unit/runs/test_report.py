@@ -88,6 +88,23 @@ def test_stalls_are_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert page.text.count("attempt 1: ") == 1
 
 
+def test_ranks_are_shown_with_what_each_takes_of_a_step(tmp_path: Path) -> None:
+    train(tmp_path)
+    folder = tmp_path / "logs/attempt-0/watchdog"
+    for at, slow in ((30.0, 0.0), (60.0, 0.1)):
+        waits = [[rank, 0.05 if rank == 39 else 0.3, "n<1>"] for rank in range(1, 40)]
+        record(folder, "ranks.jsonl", {"time": at, "waits": [[0, slow, "n0"], *waits]})
+    page = _Page(ended(run_at(tmp_path)).report().html)
+    rows = page.text.partition("own part of a step")[2].split("\n")
+    # 0.95 of a step; the time of the first of 20 is not known.
+    assert [row for row in rows if row][:2] == ["0n05.0%0.902 s", "39n<1>5.0%0.902 s"]
+    assert "8 more ranks wait longer" in page.text
+    drawn = json.loads(page.data)["ranks"]
+    assert [series["label"] for series in drawn["series"]][:2] == ["rank 0", "rank 1"]
+    assert drawn["series"][0]["values"] == [0.0, 0.1]
+    assert len(drawn["series"]) == 8
+
+
 def test_a_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     train(tmp_path, steps=15)
     train(tmp_path, first=11, at=40, attempt=1)

@@ -93,12 +93,20 @@ def named_in(
     stragglers: ModuleType, begun: Begun, nodes: Mapping[int, str] = HERE, *, shift: int = 0
 ) -> Any:
     """Return who is named; ranks may have other newest collectives, by `shift` for each."""
+    compared = compared_in(stragglers, begun, nodes, shift=shift)
+    return compared and compared.straggler
+
+
+def compared_in(
+    stragglers: ModuleType, begun: Begun, nodes: Mapping[int, str] = HERE, *, shift: int = 0
+) -> Any:
+    """Return how the ranks differ."""
     arrivals = {}
     for rank, collectives in begun.items():
         times, kinds = zip(*collectives[rank * shift :], strict=True) if collectives else ((), ())
         first = rank * shift + 1
         arrivals[rank] = stragglers.Arrivals(first, times, kinds if rank == 0 else ())
-    return stragglers.straggler_of(arrivals, nodes)
+    return stragglers.compare(arrivals, nodes)
 
 
 @pytest.mark.parametrize("shape", STEP)
@@ -115,6 +123,22 @@ def test_a_slow_rank_is_named_within_20_steps_and_its_cost_is_right(
             named += 1
             assert 1 + found.faster == pytest.approx(took / better, rel=0.05)
     assert named >= 0.99 * SEEDS
+
+
+@pytest.mark.parametrize("shape", STEP)
+def test_who_is_slow_waits_least_and_the_others_for_the_difference(
+    shape: str, stragglers: ModuleType
+) -> None:
+    """A step is a second of work and 0.05 s of communication; of one rank it is 1.3 s of work."""
+    for seed in range(SEEDS):
+        slow = seed % RANKS
+        begun, took = simulated(seed, STEP[shape], slow=slow)
+        waits = compared_in(stragglers, begun).waits
+        assert sorted(waits) == [*range(RANKS)]
+        assert min(waits, key=waits.__getitem__) == slow
+        for rank, share in waits.items():
+            own_s = (1 - share) * took / STEPS
+            assert own_s == pytest.approx(1.35 if rank == slow else 1.05, rel=0.08), rank
 
 
 @pytest.mark.parametrize("shape", STEP)
@@ -168,7 +192,7 @@ def test_too_few_steps_and_ranks_say_nothing(stragglers: ModuleType) -> None:
         rank: stragglers.Arrivals(100, *zip(*(own * 10), strict=True)) for rank, own in late.items()
     }
     arrivals[5] = stragglers.arrivals_of([])
-    assert stragglers.straggler_of(arrivals, HERE) is None
+    assert stragglers.compare(arrivals, HERE) is None
 
 
 def test_ranks_may_have_begun_different_collectives(stragglers: ModuleType) -> None:

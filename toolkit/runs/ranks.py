@@ -1,0 +1,68 @@
+"""How long the ranks of a run wait for each other, as the watchdog of rank 0 has recorded it.
+
+Anybody may have written the records (docs/reference/run-directory.md): what is no number is left
+out.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.runs.log_reader import attempt_folders
+from toolkit.text import untrusted
+
+_MOST_RANKS = 1 << 20
+_FILE_BYTES = 256 << 20
+_LINE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWaits:
+    """In which share of the time ranks have waited for others, in their newest steps."""
+
+    time: float
+    """When that was recorded, in seconds since 1970."""
+
+    waits: Mapping[int, float]
+    """The share by rank, from 0 to 1; who is slow waits least."""
+
+    nodes: Mapping[int, str]
+    """The node of each rank."""
+
+    def __str__(self) -> str:
+        """Describe it in a line: `wait for others 2% (rank 3 on node2) to 25% (rank 0 on …) …`."""
+        least, most = (extreme(self.waits, key=self.waits.__getitem__) for extreme in (min, max))
+        first, last = (
+            f"{self.waits[rank]:.0%} (rank {rank} on {self.nodes[rank]})" for rank in (least, most)
+        )
+        return f"wait for others {first} to {last} of the time"
+
+
+def newest_waits(run_dir: Path) -> RankWaits | None:
+    """Return the newest record of the newest attempt; None without one."""
+    folders = attempt_folders(run_dir)[-1:]
+    last = deque((waits for folder in folders for waits in waits_of(folder)), maxlen=1)
+    return last.pop() if last else None
+
+
+def waits_of(attempt: Path) -> Iterator[RankWaits]:
+    """Yield what an attempt has recorded, from its begin on.
+
+    Args:
+        attempt: The attempt's log folder.
+    """
+    path = attempt / "watchdog" / "ranks.jsonl"
+    for value in untrusted.stream_json(path, limit=_FILE_BYTES, line_limit=_LINE_BYTES):
+        row = untrusted.mapping(value)
+        if (when := untrusted.moment(row.get("time"))) is None:
+            continue
+        waits, nodes = dict[int, float](), dict[int, str]()
+        for each in map(untrusted.sequence, untrusted.sequence(row.get("waits"))):
+            if len(each) != 3 or not isinstance(each[2], str):
+                continue
+            rank, share = untrusted.whole(each[0], most=_MOST_RANKS), untrusted.finite(each[1])
+            if rank is not None and share is not None and 0 <= share <= 1:
+                waits[rank], nodes[rank] = share, untrusted.printable(each[2])[:80]
+        if waits:
+            yield RankWaits(time=when, waits=waits, nodes=nodes)
