@@ -17,6 +17,7 @@ class Telemetry:
 
     def __init__(self) -> None:
         environ, self._mark, self._step = os.environ, time.time(), 0
+        self._count, self._took, self._written, self._bytes = 0, 0.0, 0.0, 0
         folder = environ.get("TRAIN_RUN_DIR") if environ.get("RANK", "0") == "0" else None
         self._folder = Path(folder) if folder else None
         restart = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -36,8 +37,12 @@ class Telemetry:
     def step(self, step: int, **figures: float) -> None:
         """Note the end of a step, counted from 1, with its figures, such as the loss."""
         now, self._step = time.time(), step
-        self._write("metrics", **figures, seconds=now - self._mark)
-        self._mark = now
+        self._count, self._took, self._mark = self._count + 1, self._took + now - self._mark, now
+        # Of a file of more than 200 MB, a record stands for the steps of a second.
+        if self._bytes < 200 << 20 or now - self._written >= 1:
+            several = {"count": self._count} if self._count > 1 else {}
+            self._write("metrics", **figures, seconds=self._took / self._count, **several)
+            self._count, self._took, self._written = 0, 0.0, now
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -56,3 +61,4 @@ class Telemetry:
             place = {"version": 1, "time": time.time(), **self._start, "step": self._step}
             with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**place, **record}) + "\n")
+                self._bytes = file.tell() if name == "metrics" else self._bytes

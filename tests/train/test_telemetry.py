@@ -72,6 +72,24 @@ def test_without_a_run_directory_and_on_other_ranks_nothing_is_written(
     assert not list(folder.glob("*.jsonl"))
 
 
+def test_a_record_stands_for_the_steps_of_a_second_where_the_file_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAIN_RUN_DIR", str(tmp_path))
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    os.truncate(path, (200 << 20) - 1)
+    with path.open("a") as file:
+        file.write("\n")
+    telemetry = Telemetry()
+    for step in range(1, 1001):
+        telemetry.step(step, loss=1 / step)
+    rows = [json.loads(line) for line in path.read_bytes().lstrip(b"\0\n").splitlines()]
+    assert 2 <= len(rows) + 1 < 1000 and (rows[0]["step"], "count" in rows[0]) == (1, False)
+    assert sum(row.get("count", 1) for row in rows) == rows[-1]["step"]
+    assert rows[0].keys() >= {"loss", "seconds"}
+
+
 def test_an_evaluation_is_told_when_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
