@@ -3,6 +3,8 @@
 Run as `make bench-telemetry`, with nothing else running. Each figure has its target:
 
 - a line of `metrics.jsonl`: the call after each step, of a rank that does nothing else;
+- a stall: from the limit (`stall_timeout`) after the last step until the rank is named, for a rank
+  that is stopped, one that sleeps, and one that holds the GIL; the longest of them;
 - the watchdog: steps of two ranks that only exchange a number, with it and without it, in turns;
 - 10,000 ranks: the answers of 1,250 nodes read and compared, as rank 0's watchdog does it;
 - `toolkit status -w` of 100 runs that make ten steps a second: the CPU time of its lines, as a
@@ -30,10 +32,33 @@ from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 
 WATCHDOG = ROOT / "templates/common/watchdog"
-STEP_US, SECONDS, MEGABYTES, PERCENT = 20.0, 10.0, 500.0, 5.0
+STEP_US, STALL_S, SECONDS, MEGABYTES, PERCENT = 20.0, 1.0, 10.0, 500.0, 5.0
 """The targets."""
 
 WATCHED, BETWEEN_S, STEPS_PER_S = 100, 5, 10
+
+LIMIT_S = 3
+
+HANGS = {
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "sleeps": "time.sleep(600)",
+    "holds the GIL": "sum(itertools.repeat(0))",
+}
+"""What rank 1 does after 40 steps."""
+
+HANGING = """
+import itertools, json, os, signal, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1, 1000):
+    time.sleep(0.05)
+    if step > 40 and dist.get_rank() == 1:
+        exec(sys.argv[1])
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        with open(os.environ["TRAIN_RUN_DIR"] + "/metrics.jsonl", "a") as file:
+            print(json.dumps({"time": time.time(), "step": step}), file=file)
+"""
 
 LOOP = """
 import os, time
@@ -65,24 +90,45 @@ def metrics_us(folder: Path, steps: int) -> float:
     return (time.perf_counter() - began) / steps * 1e6
 
 
-def loop_us(folder: Path, steps: int, *, watched: bool) -> float:
-    """Return how long a step of two ranks takes, with the watchdog beside them or without it."""
+def run_of(folder: Path, text: str, *args: str, limit: str = "", **environ: str) -> str:
+    """Run a script on two ranks in a new folder, with a watchdog or not; return what it prints."""
     shutil.rmtree(folder, ignore_errors=True)
     exchange = folder / "logs/attempt-0/watchdog"
     (exchange / "site").mkdir(parents=True)
     for name in ("start.sh", "watchdog.py", "stragglers.py"):
         shutil.copy(WATCHDOG / name, exchange)
     shutil.copy(WATCHDOG / "sitecustomize.py", exchange / "site")
-    script = folder / "loop.py"
-    script.write_text(LOOP, encoding="utf-8")
+    script = folder / "script.py"
+    script.write_text(text, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    start = ["sh", str(exchange / "start.sh"), "learned"] if watched else []
-    environ = {**os.environ, "STEPS": str(steps), "TRAIN_RUN_DIR": str(folder)}
-    environ |= {"TRAIN_ATTEMPT": "0", "OMP_NUM_THREADS": "1"}
+    start = ["sh", str(exchange / "start.sh"), limit] if limit else []
+    environ |= {"TRAIN_ATTEMPT": "0", "TRAIN_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*start, *torchrun], env=environ, stdout=subprocess.PIPE, text=True, check=True
+        [*start, *torchrun, *args],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if args else None,
+        text=True,
+        check=not args,
     )
-    return float(done.stdout.split("took ")[1].split()[0])
+    return done.stdout
+
+
+def loop_us(folder: Path, steps: int, *, watched: bool) -> float:
+    """Return how long a step of two ranks takes, with the watchdog beside them or without it."""
+    printed = run_of(folder, LOOP, limit="learned" if watched else "", STEPS=str(steps))
+    return float(printed.split("took ")[1].split()[0])
+
+
+def stall_s(folder: Path, hang: str) -> float:
+    """Return how long after the limit a rank that hangs is named."""
+    run_of(folder, HANGING, hang, limit=str(LIMIT_S))
+    stalls = folder / "logs/attempt-0/watchdog/stalls.jsonl"
+    steps, named = (path.read_text().splitlines() for path in (folder / "metrics.jsonl", stalls))
+    stall = json.loads(named[0])
+    assert stall["ranks"] == [1], stall
+    took: float = stall["time"] - json.loads(steps[-1])["time"] - LIMIT_S
+    return took
 
 
 def aggregation(folder: Path, ranks: int) -> tuple[float, float]:
@@ -185,6 +231,7 @@ def main() -> int:
             )
             for _ in range(options.rounds)
         ]
+        named_s = {how: stall_s(folder / "loop", code) for how, code in HANGS.items()}
         write_answers(folder / "answers", options.ranks)
         # In a process of its own, whose memory is that of the comparison alone.
         argv = [sys.executable, "-m", "benchmarks.telemetry", f"--ranks={options.ranks}"]
@@ -196,7 +243,10 @@ def main() -> int:
     more_us = statistics.median(with_it - without for with_it, without in pairs)
     plain_us = statistics.median(without for _, without in pairs)
     print(f"a step of two ranks that exchange a number: {plain_us:.3g} µs")
+    words = ", ".join(f"{seconds:.2f} s where it {how}" for how, seconds in named_s.items())
+    print(f"a rank that hangs is named so long after the limit of {LIMIT_S} s: {words}")
     missed = [
+        shown("a rank that hangs is named, after the limit", max(named_s.values()), STALL_S, "s"),
         shown("a line of metrics.jsonl, per step", line_us, STEP_US, "µs"),
         shown("the watchdog, per step", more_us, STEP_US, "µs"),
         shown(f"{options.ranks} ranks compared", seconds, SECONDS, "s"),

@@ -43,6 +43,13 @@ Stack = Sequence[Sequence[Any]]
 POLL_S = 0.25
 POLL_LEARNED_S = 2.0
 POLL_LOG_S = 0.05
+LEAD_S = 3.0
+"""How long before a stall the ranks are looked at for the first time: two looks tell whether they
+are at work."""
+
+MUTE_S = 0.3
+"""How long is waited for a rank that has not answered the last time."""
+
 SUSPENDED_S = 5.0
 """A watchdog that has not looked for so long was suspended, and the ranks with it."""
 
@@ -186,14 +193,14 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     return last
 
 
-def examine(rank: Rank, folder: Path) -> Finding:
+def examine(rank: Rank, folder: Path, timeout_s: float = 2.0) -> Finding:
     """Return what is found of a rank now; of a stopped process, only that it is stopped."""
     state = process_status(rank["pid"]).get("State", "")[:1]
     found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
     found |= {"stack": [], "threads": [], "collectives": None}
     if state in ("T", "t", "Z"):
         return found
-    if (answer := answer_of(rank)) is None:  # a thread holds the GIL
+    if (answer := answer_of(rank, timeout_s)) is None:  # a thread holds the GIL
         return found | {"stack": stack_by_signal(rank, folder)}
     threads, entries = answer
     found |= {"stack": threads.pop(f"{rank['thread']:x}", []), "threads": [*threads.values()]}
@@ -370,10 +377,13 @@ class Signs:
             return None
         return max(LEAST_LEARNED_S, TIMES_LONGEST * self.longest_s)
 
-    def silent_s(self, now: float) -> float | None:
-        """Return for how long there has been no sign of life; None if that is not too long."""
+    def silent_s(self, now: float, lead_s: float = 0.0) -> float | None:
+        """Return for how long there has been no sign of life; None if that is not too long.
+
+        Nor will it be too long so many seconds later.
+        """
         timeout_s = self.timeout_s
-        if timeout_s is None or now - self.last < timeout_s:
+        if timeout_s is None or now + min(lead_s, timeout_s / 2) - self.last < timeout_s:
             return None
         if self.pauses():
             self.last = now  # a step may take its whole time after the pause
@@ -417,6 +427,9 @@ class Watchdog:
         self.began: float | None = time.monotonic()  # None once there are ranks
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
+        self.mute: set[int] = set()  # pids of ranks that have not answered the last time
+        self.before: list[Finding] = []  # the first look at a run that seems to stall,
+        self.silent_since = 0.0  # and its last sign of life before that
         self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
         self.since, self.compared = time.monotonic(), float("-inf")
         self.begun: dict[int, tuple[stragglers.Arrivals, str]] = {}
@@ -450,7 +463,7 @@ class Watchdog:
     def answer(self, name: str) -> None:
         """Write down what this node's ranks are doing."""
         ranks = self.ranks()
-        examined = arrivals if name.startswith("arrivals-") else examine
+        examined = arrivals if name.startswith("arrivals-") else self.examined
         report = {
             "version": 1,
             "time": time.time(),
@@ -459,6 +472,13 @@ class Watchdog:
             "ranks": [examined(rank, self.folder) for rank in ranks],
         }
         write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
+
+    def examined(self, rank: Rank, folder: Path) -> Finding:
+        """Return what is found of a rank, which is not waited for again if it did not answer."""
+        found = examine(rank, folder, MUTE_S if rank["pid"] in self.mute else 2.0)
+        answered = found["threads"] or found["collectives"] is not None
+        (self.mute.discard if answered else self.mute.add)(rank["pid"])
+        return found
 
     def ask_all(self, name: str, world: int) -> tuple[list[Finding], dict[int, str]]:
         """Return what all nodes answer in time: what was found of each rank; each rank's node."""
@@ -478,9 +498,7 @@ class Watchdog:
 
         Returns whether the run is stalled: ranks that are at work are not.
         """
-        name = f"stall-{time.time_ns()}"
-        before, _ = self.ask_all(f"{name}-before", world)
-        self.torchrun.poll(500)
+        name, before = f"stall-{time.time_ns()}", self.before
         found, nodes = self.ask_all(name, world)
         earlier, culprits = culprits_of(before), culprits_of(found)
         if is_busy(before, found, culprits) or earlier.keys() != culprits.keys():
@@ -614,8 +632,14 @@ class Watchdog:
         if ranks[0]["world"] > 1:
             with contextlib.suppress(OSError):  # on a full disk; stalls count more
                 self.look_for_straggler(now, ranks[0]["world"])
+        if self.named:
+            return
+        if self.silent_since != self.signs.last and self.signs.silent_s(now, LEAD_S) is not None:
+            self.silent_since = self.signs.last
+            self.before, _ = self.ask_all(f"stall-{time.time_ns()}-before", ranks[0]["world"])
+            return  # a sign of life may have come meanwhile
         silent_s = self.signs.silent_s(now)
-        if silent_s is not None and not self.named and self.name_stall(silent_s, ranks[0]["world"]):
+        if silent_s is not None and self.name_stall(silent_s, ranks[0]["world"]):
             self.named = time.monotonic()
 
 
