@@ -169,7 +169,7 @@ def write_answers(folder: Path, ranks: int) -> None:
 
 def watching_percent(folder: Path, rounds: int) -> float:
     """Return how much of a core it takes to show many runs that go on."""
-    from toolkit.cli.summary import top_lines
+    from toolkit.cli.summary import top_lines, top_rows
     from toolkit.runs.progress import ProgressReader
 
     runs = [run_at(folder / f"run-{number}", name=f"run-{number}") for number in range(WATCHED)]
@@ -181,7 +181,7 @@ def watching_percent(folder: Path, rounds: int) -> float:
     took = []
     for number in range(rounds + 1):
         began = time.process_time()
-        lines = list(top_lines(((run, run.told) for run in runs), readers))
+        lines = list(top_lines(top_rows(((run, run.told) for run in runs), readers)))
         took.append(time.process_time() - began)
         assert len(lines) == WATCHED and "step " in lines[-1]
         for run in runs:

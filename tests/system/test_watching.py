@@ -12,8 +12,9 @@ import pytest
 
 import toolkit
 from tests.conftest import TOOLKIT, Until
+from tests.support.terminal import OTHER_SCREEN, OWN_SCREEN, SEQUENCE, at_terminal, without_rich
 
-# A script that writes metrics of its own, and ends when the file `end` is there.
+# A script that writes metrics of its own, and ends when the file `end` is there, with its status.
 SCRIPT = """
 import json, os, pathlib, time
 run_dir = pathlib.Path(os.environ["TRAIN_RUN_DIR"])
@@ -21,8 +22,10 @@ step = 0
 while not (run_dir / "end").exists():
     step += 1
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "step": step, "loss": 1 / step}) + "\\n")
+        record = {"time": time.time(), "step": step, "loss": 1 / step, **MORE}
+        file.write(json.dumps(record) + "\\n")
     time.sleep(0.05)
+raise SystemExit(int((run_dir / "end").read_text() or 0))
 """
 
 
@@ -31,9 +34,9 @@ def run(tmp_path: Path, until: Until) -> toolkit.Run:
     return started(tmp_path, until)
 
 
-def started(tmp_path: Path, until: Until, name: str = "steps") -> toolkit.Run:
-    script = tmp_path / "steps.py"
-    script.write_text(SCRIPT)
+def started(tmp_path: Path, until: Until, name: str = "steps", **more: object) -> toolkit.Run:
+    script = tmp_path / f"{name}.py"
+    script.write_text(f"MORE = {more!r}\n{SCRIPT}")
     job = toolkit.JobSpec.model_validate({"name": name, "script": str(script)})
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     submitted = toolkit.submit(job, to=profile)
@@ -42,9 +45,11 @@ def started(tmp_path: Path, until: Until, name: str = "steps") -> toolkit.Run:
     return submitted
 
 
-def end(run: toolkit.Run) -> None:
+def end(run: toolkit.Run, status: int = 0) -> None:
     assert run.run_dir is not None
-    (run.run_dir / "end").touch()
+    draft = run.run_dir / "end.draft"
+    draft.write_text(str(status))
+    draft.rename(run.run_dir / "end")
 
 
 def test_without_a_terminal_only_changed_lines_follow(run: toolkit.Run, until: Until) -> None:
@@ -64,10 +69,12 @@ def test_without_a_terminal_only_changed_lines_follow(run: toolkit.Run, until: U
     assert "\x1b" not in text
 
 
-def test_at_a_terminal_the_lines_are_written_over_those_before(run: toolkit.Run) -> None:
+def test_without_rich_the_lines_are_written_over_those_before(
+    run: toolkit.Run, tmp_path: Path
+) -> None:
     terminal, inside = pty.openpty()
     argv = [str(TOOLKIT), "status", "-w", run.name]
-    environ = {**os.environ, "COLUMNS": "60"}
+    environ = {**os.environ, "COLUMNS": "60", **without_rich(tmp_path)}
     process = subprocess.Popen(argv, stdout=inside, stderr=inside, env=environ)
     os.close(inside)
     seen = b""
@@ -91,6 +98,61 @@ def test_at_a_terminal_the_lines_are_written_over_those_before(run: toolkit.Run)
     assert b"SUCCEEDED" in screens[-1]
 
 
+@pytest.mark.parametrize(("status", "state"), [(0, "SUCCEEDED"), (3, "FAILED")])
+def test_rich_draws_a_bar_and_leaves_the_end(
+    status: int, state: str, tmp_path: Path, until: Until
+) -> None:
+    run = started(tmp_path, until, steps=10_000)
+    with at_terminal([TOOLKIT, "status", "-w", run.name]) as terminal:
+        shown = r"state:     RUNNING *\n(.*\n)*progress:  [━╸╺]+  \d+/10000 \(\d+%\) *\n +loss "
+        until(lambda: re.search(shown, terminal.screen()), "the bar", seen=terminal.screen)
+        assert "\x1b[36mRUNNING" in terminal.drawn
+        end(run, status)
+        assert terminal.status() == bool(status)
+        before, other, drawn = terminal.drawn.partition(OTHER_SCREEN)
+        assert (before, other) == ("", OTHER_SCREEN)
+        left = drawn.rpartition(OWN_SCREEN)[2]
+        assert "\x1b[?25h" in drawn, "the cursor is shown again"
+        lines = SEQUENCE.sub("", left).splitlines()
+        assert f"state:     {state}" in [line.rstrip() for line in lines]
+        assert ("first failure: rank 0" in left) == bool(status)
+
+
+def test_a_run_that_has_ended_is_shown_without_another_screen(run: toolkit.Run) -> None:
+    end(run)
+    run.wait(300, progress=False)
+    with at_terminal([TOOLKIT, "status", "-w", run.name]) as terminal:
+        assert terminal.status() == 0
+        assert "SUCCEEDED" in terminal.drawn
+        assert OTHER_SCREEN not in terminal.drawn
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_who_is_interrupted_leaves_the_terminal_as_it_was(
+    number: signal.Signals, status: int, run: toolkit.Run, until: Until
+) -> None:
+    with at_terminal([TOOLKIT, "status", "-w", run.name]) as terminal:
+        until(lambda: "progress:" in terminal.screen(), "it is shown", seen=terminal.screen)
+        terminal.process.send_signal(number)
+        assert terminal.status() == status
+        left = terminal.drawn.rpartition(OWN_SCREEN)[2]
+        assert left.count("\x1b[?25l") == 0 and "\x1b[?25h" in terminal.drawn
+        assert "RUNNING" in left and left.endswith("\n")
+        assert "Traceback" not in left
+    end(run)
+
+
+def test_a_dumb_terminal_gets_the_changed_lines(run: toolkit.Run, until: Until) -> None:
+    with at_terminal([TOOLKIT, "status", "-w", run.name], TERM="dumb") as terminal:
+        until(lambda: terminal.read().count("progress:") > 1, "it goes on", seen=terminal.read)
+        end(run)
+        assert terminal.status() == 0
+        assert terminal.drawn.count("uri: ") == 1
+        assert "\x1b" not in terminal.drawn
+
+
 def test_several_runs_are_shown_until_all_have_ended(
     run: toolkit.Run, tmp_path: Path, until: Until
 ) -> None:
@@ -112,6 +174,26 @@ def test_several_runs_are_shown_until_all_have_ended(
         assert re.search(rf"{other.name} +SUCCEEDED", process.stdout.read())
 
 
+def test_top_is_a_table_as_wide_as_the_terminal(tmp_path: Path, until: Until) -> None:
+    run = started(tmp_path, until, name="known", steps=10_000)
+    other = started(tmp_path, until, name="unknown")
+    with at_terminal([TOOLKIT, "top"], NO_COLOR="1") as terminal:
+        row = rf"RUN +STATE +PROGRESS\s*\n{run.name} +RUNNING  [━╸ ]+  \d+/10000 "
+        until(lambda: re.search(row, terminal.screen()), "a table", seen=terminal.screen)
+        row = rf"\n{other.name}  RUNNING  step \d+, loss "
+        until(lambda: re.search(row, terminal.screen()), "no bar", seen=terminal.screen)
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]", terminal.drawn), "NO_COLOR"
+        terminal.resize(40, 24)
+        row = rf"^{run.name}  RUNNING\s*\n  [━╸ ]+  \d+/10000 "
+        until(lambda: re.search(row, terminal.screen()), "below each other", seen=terminal.screen)
+        assert max(map(len, terminal.screen().splitlines())) == 40
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.status() == 0
+        assert run.name in terminal.drawn.rpartition(OWN_SCREEN)[2]
+    end(run)
+    end(other)
+
+
 def test_top_shows_the_runs_that_go_on_and_their_end(
     run: toolkit.Run, tmp_path: Path, until: Until
 ) -> None:
@@ -120,7 +202,7 @@ def test_top_shows_the_runs_that_go_on_and_their_end(
     ended.wait(300)
     other = started(tmp_path, until, name="other")
     terminal, inside = pty.openpty()
-    environ = {**os.environ, "COLUMNS": "100", "LINES": "24"}
+    environ = {**os.environ, "COLUMNS": "100", "LINES": "24", **without_rich(tmp_path)}
     process = subprocess.Popen([str(TOOLKIT), "top"], stdout=inside, stderr=inside, env=environ)
     os.close(inside)
     seen = b""

@@ -14,7 +14,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT
 
-HEAVY = {"torch", "kubernetes", "submitit"}
+HEAVY = {"torch", "kubernetes", "submitit", "rich"}
 
 
 def python_files(folder: str) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations  # naming a type must not import it
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import click
 
 import toolkit
 from toolkit.cli import exit_status
-from toolkit.errors import RunLost
 
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
@@ -127,94 +125,6 @@ def follow_and_exit(run: toolkit.Run) -> None:
         )
         sys.exit(exit_status.INTERRUPTED)
     print_end_and_exit(run)
-
-
-def watch(run: toolkit.Run) -> int:
-    """Show a run's summary until it has ended; return the exit status of `toolkit status --watch`.
-
-    At a terminal, the summary is written over the one before. Elsewhere only the lines follow that
-    have changed.
-    """
-    from toolkit.cli.summary import summary_lines, summary_of
-    from toolkit.runs.run import pauses
-
-    screen = _Screen()
-    with run.watching([run], explained=True):
-        for pause_s in pauses(first_s=1.0):
-            status = None if run.points else run.status()
-            if status is not None and status.lost:
-                raise RunLost(f"{run.uri}: {status.reason}")
-            summary = summary_of(run, status)
-            screen.show(list(summary_lines(summary)))
-            state = toolkit.RunState(summary["state"].lower())
-            if state.final:
-                return exit_status.of_runs([toolkit.RunStatus(state=state)])
-            time.sleep(pause_s)
-    raise AssertionError("there is always another pause")
-
-
-def watch_several(runs: list[toolkit.Run]) -> int:
-    """Show a line for each run until all have ended; return `status --watch`'s exit status."""
-    from toolkit.cli.summary import top_lines
-    from toolkit.runs.progress import ProgressReader
-    from toolkit.runs.run import pauses
-
-    screen, readers = _Screen(), dict[str, ProgressReader]()
-    for pause_s in pauses(first_s=2.0):
-        statuses = toolkit.statuses(runs)
-        screen.show(list(top_lines(zip(runs, statuses, strict=True), readers)))
-        if all(status.state.final or status.lost for status in statuses):
-            return exit_status.of_runs(statuses)
-        time.sleep(pause_s)
-    raise AssertionError("there is always another pause")
-
-
-def watch_all(last: int, job: str | None) -> None:
-    """Show the runs that have not ended, and those that end meanwhile, until Ctrl-C.
-
-    Without a terminal, they are shown once.
-    """
-    from toolkit.cli.summary import top_lines
-    from toolkit.runs.progress import ProgressReader
-    from toolkit.runs.run import pauses
-
-    screen, followed, readers = _Screen(), set[str](), dict[str, ProgressReader]()
-    with contextlib.suppress(KeyboardInterrupt):
-        for pause_s in pauses(first_s=2.0):
-            runs = list(toolkit.list_runs(job=job, last=last))
-            statuses = toolkit.statuses(runs)
-            shown = [
-                (run, status)
-                for run, status in zip(runs, statuses, strict=True)
-                if run.uri in followed or not (status.state.final or status.lost)
-            ]
-            followed |= {run.uri for run, _ in shown}
-            screen.show(list(top_lines(shown, readers)) or ["no run of yours goes on"])
-            if not sys.stdout.isatty():
-                break
-            time.sleep(pause_s)
-
-
-class _Screen:
-    """Shows lines again and again: at a terminal over those before, elsewhere the changed ones."""
-
-    def __init__(self) -> None:
-        self._before: list[str] = []
-
-    def show(self, lines: list[str]) -> None:
-        if sys.stdout.isatty():
-            columns, rows = shutil.get_terminal_size()
-            # A line that the terminal would wrap could not be counted, nor one that scrolls away.
-            lines = [line.partition("\n")[0][: max(columns - 1, 20)] for line in lines]
-            if len(lines) > (most := max(rows - 1, 3)):
-                more = len(lines) - most + 1
-                lines = [*lines[: most - 1], f"… {more} more lines"]
-            if self._before:
-                click.echo(f"\x1b[{len(self._before)}F\x1b[J", nl=False)
-            echo_lines(iter(lines))
-        else:
-            echo_lines(line for line in lines if line not in self._before)
-        self._before = lines
 
 
 def print_end_and_exit(run: toolkit.Run) -> None:

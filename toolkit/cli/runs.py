@@ -81,7 +81,9 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
     if watch and as_json:
         raise click.UsageError("--watch shows lines; leave out --json")
     if watch:
-        sys.exit(output.watch(runs[0]) if len(runs) == 1 else output.watch_several(runs))
+        from toolkit.cli import screen
+
+        sys.exit(screen.watch(runs[0]) if len(runs) == 1 else screen.watch_several(runs))
     # One request for all; a cluster that does not answer is an error only if one run is asked for.
     statuses = toolkit.statuses(runs) if len(runs) > 1 else [None]
     summaries = [summary_of(run, status) for run, status in zip(runs, statuses, strict=True)]
@@ -107,7 +109,9 @@ def top(last: int, job: str | None) -> None:
 
     Each cluster is asked once for all of its runs. Without a terminal, they are shown once.
     """
-    output.watch_all(last, job)
+    from toolkit.cli import screen
+
+    screen.watch_all(last, job)
 
 
 @cli.command(epilog=example("toolkit cancel slurm://sandbox/1234"))

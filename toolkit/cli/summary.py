@@ -4,8 +4,8 @@ They stand apart from the commands, whose modules `toolkit --help` imports.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -14,13 +14,16 @@ from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
-from toolkit.runs.progress import ProgressReader
+from toolkit.runs.progress import Progress, ProgressReader
 from toolkit.runs.ranks import newest_waits
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import rounded_duration
+
+NO_ROWS = "no run of yours goes on"
+"""What `toolkit top` shows then."""
 
 
 def rows_of(
@@ -48,8 +51,9 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
     if not run.points:
         status = status or run.status()
         failure = _failure(run) if status.state is RunState.FAILED else None
+        progress = _progress(run, status, {})
         return _summary(run, status) | {
-            "progress": _progress(run, status, {}),
+            "progress": {"summary": str(progress), **asdict(progress)} if progress else None,
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
@@ -101,16 +105,13 @@ def _summary(
     )
 
 
-def _progress(
-    run: Run, status: RunStatus, readers: dict[str, ProgressReader]
-) -> dict[str, Any] | None:
+def _progress(run: Run, status: RunStatus, readers: dict[str, ProgressReader]) -> Progress | None:
     """Return how far a run is, while it runs and where its records can be read."""
     if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
         return None
     if run.uri not in readers:
         readers[run.uri] = ProgressReader(folder)
-    progress = readers[run.uri].progress()
-    return {"summary": str(progress), **asdict(progress)} if progress else None
+    return readers[run.uri].progress()
 
 
 def _stall(run: Run, status: RunStatus) -> str | None:
@@ -147,42 +148,77 @@ def _failure(run: Run) -> dict[str, Any] | None:
 
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a summary as `toolkit status` prints it."""
-    for key, value in summary.items():
-        if key == "failure" and value:
-            yield headline(value["summary"])
-        elif key in ("progress", "ranks") and value:
-            yield f"{key + ':':<10} {value['summary']}"
-        elif key not in ("points", "expected_start") and value not in (None, ""):
-            shown = run_directory.figures(value) if isinstance(value, dict) else value
-            yield f"{key + ':':<10} {shown}"
+    for key, text in summary_fields(summary):
+        yield text if key == "failure" else f"{key + ':':<10} {text}"
     points = summary.get("points", [])
     width = max((len(point["name"]) for point in points), default=0)
     for point in points:
-        reason = point["reason"].partition("\n")[0]
-        text = "; ".join(filter(None, [run_directory.figures(point["metrics"] or {}), reason]))
-        yield f"{point['name']:<{width}}  {point['state']:<9}  {text}".rstrip()
+        yield f"{point['name']:<{width}}  {point['state']:<9}  {point_text(point)}".rstrip()
 
 
-def top_lines(
+def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a summary that `toolkit status` shows, with their texts."""
+    for key, value in summary.items():
+        if key == "failure" and value:
+            yield key, headline(value["summary"])
+        elif key in ("progress", "ranks") and value:
+            yield key, value["summary"]
+        elif key not in ("points", "expected_start") and value not in (None, ""):
+            yield key, run_directory.figures(value) if isinstance(value, dict) else str(value)
+
+
+def point_text(point: Mapping[str, Any]) -> str:
+    """Return what is shown of a sweep's point beside its state: newest metrics, and the reason."""
+    reason = point["reason"].partition("\n")[0]
+    return "; ".join(filter(None, [run_directory.figures(point["metrics"] or {}), reason]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run among others, as `toolkit top` shows it."""
+
+    name: str
+    state: RunState
+    progress: Progress | None
+    """How far it is, while it runs."""
+
+    note: str
+    """Why it waits or has ended; a rank that hangs or is slow."""
+
+    def __str__(self) -> str:
+        """Describe in one line how far it is, or what it waits for."""
+        return "; ".join(filter(None, [str(self.progress or ""), self.note]))
+
+
+def top_rows(
     runs: Iterable[tuple[Run, RunStatus]], readers: dict[str, ProgressReader]
-) -> Iterator[str]:
-    """Yield a line for each run: name, state, how far it is or what it waits for.
+) -> list[Row]:
+    """Return a row for each run.
 
     Args:
         runs: The runs with their statuses.
-        readers: By URI, those of the lines before; new ones are added.
+        readers: By URI, those of the rows before; new ones are added.
     """
     rows = []
     for run, status in runs:
         reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
-        progress = _progress(run, status, readers)
         stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
-        summary = progress["summary"] if progress else ""
-        reason = "; ".join(filter(None, [summary, stall, _straggler(run, status), reason]))
-        rows.append((run.name, status.state.upper(), reason))
-    width = max((len(name) for name, _, _ in rows), default=0)
-    for name, state, text in rows:
-        yield f"{name:<{width}}  {state:<9}  {text}".rstrip()
+        rows.append(
+            Row(
+                name=run.name,
+                state=status.state,
+                progress=_progress(run, status, readers),
+                note="; ".join(filter(None, [stall, _straggler(run, status), reason])),
+            )
+        )
+    return rows
+
+
+def top_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each row: name, state, how far it is or what it waits for."""
+    width = max((len(row.name) for row in rows), default=0)
+    for row in rows:
+        yield f"{row.name:<{width}}  {row.state.upper():<9}  {row}".rstrip()
 
 
 def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:

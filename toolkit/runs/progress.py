@@ -76,11 +76,17 @@ class Progress:
         """Whether no step has come for a minute, and for ten times as long as a step takes."""
         return self.silent_s > max(60.0, 10 * (self.step_s or 0.0))
 
-    def __str__(self) -> str:
-        """Describe it in one line, such as `step 840/1500 (56%), loss 0.31, …`."""
+    @property
+    def position(self) -> str:
+        """The step, as in `840/1500 (56%)`."""
         of = f"/{self.steps}" if self.steps is not None else ""
         share = f" ({self.step / self.steps:.0%})" if self.steps else ""
-        parts = [f"step {self.step}{of}{share}"]
+        return f"{self.step}{of}{share}"
+
+    @property
+    def details(self) -> str:
+        """What is known besides the step, as in `loss 0.31, 0.21 s per step, 2 min left`."""
+        parts = []
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
         if self.step_s is not None:
@@ -93,6 +99,10 @@ class Progress:
         if self.attempt or self.restart:
             parts.append(f"attempt {self.attempt}, restart {self.restart}")
         return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """Describe it in one line, such as `step 840/1500 (56%), loss 0.31, …`."""
+        return ", ".join(filter(None, [f"step {self.position}", self.details]))
 
 
 class ProgressReader:

@@ -391,7 +391,7 @@ def test_the_package_can_be_run() -> None:
 )
 def test_nothing_heavy_is_imported(tmp_path: Path, work: str) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    heavy = {"torch", "kubernetes", "submitit", "numpy", "train"}
+    heavy = {"torch", "kubernetes", "submitit", "numpy", "train", "rich"}
     if work == "import toolkit":
         heavy |= {"pydantic", "jinja2", "yaml", "click", "toolkit.job.spec", "toolkit.runs"}
     if work == "import toolkit.cli" or "--help" in work:

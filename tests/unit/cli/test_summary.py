@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.told_run import ToldRun, run_at
-from toolkit.cli.summary import summary_lines, summary_of, top_lines
+from toolkit.cli.summary import summary_lines, summary_of, top_lines, top_rows
 from toolkit.runs.state import RunState, RunStatus
 
 SLOW = "rank 3 on n2 is slower than the others"
@@ -33,7 +33,7 @@ def test_what_a_watchdog_has_named_is_shown_while_the_run_goes_on(
 ) -> None:
     run = watched(tmp_path, name, line)
     assert f"{key + ':':<10} {line['why']}" in list(summary_lines(summary_of(run)))
-    (row,) = top_lines([(run, run.status())], {})
+    (row,) = top_lines(top_rows([(run, run.status())], {}))
     assert line["why"] in row
     run.told = RunStatus(state=RunState.SUCCEEDED)
     assert summary_of(run)[key] is None

@@ -1,0 +1,156 @@
+"""What `status --watch` and `top` show again and again: lines, or a live view by rich."""
+
+from __future__ import annotations  # naming a type must not import it
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import click
+
+import toolkit
+from toolkit.cli import exit_status
+from toolkit.cli.output import echo_lines
+from toolkit.cli.summary import NO_ROWS, Row, summary_lines, summary_of, top_lines, top_rows
+from toolkit.errors import RunLost
+from toolkit.runs.progress import ProgressReader
+from toolkit.runs.run import pauses
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+def watch(run: toolkit.Run) -> int:
+    """Show a run's summary until it has ended; return the exit status of `toolkit status --watch`.
+
+    At a terminal, the summary takes the place of the one before. Elsewhere only the lines follow
+    that have changed.
+    """
+    with run.watching([run], explained=True), open_screen() as screen:
+        for pause_s in pauses(first_s=1.0):
+            status = None if run.points else run.status()
+            if status is not None and status.lost:
+                raise RunLost(f"{run.uri}: {status.reason}")
+            summary = summary_of(run, status)
+            screen.show_summary(summary)
+            state = toolkit.RunState(summary["state"].lower())
+            if state.final:
+                return exit_status.of_runs([toolkit.RunStatus(state=state)])
+            screen.pause(pause_s)
+    raise AssertionError("there is always another pause")
+
+
+def watch_several(runs: list[toolkit.Run]) -> int:
+    """Show a line for each run until all have ended; return `status --watch`'s exit status."""
+    readers = dict[str, ProgressReader]()
+    with open_screen() as screen:
+        for pause_s in pauses(first_s=2.0):
+            statuses = toolkit.statuses(runs)
+            screen.show_rows(top_rows(zip(runs, statuses, strict=True), readers))
+            if all(status.state.final or status.lost for status in statuses):
+                return exit_status.of_runs(statuses)
+            screen.pause(pause_s)
+    raise AssertionError("there is always another pause")
+
+
+def watch_all(last: int, job: str | None) -> None:
+    """Show the runs that have not ended, and those that end meanwhile, until Ctrl-C.
+
+    Without a terminal, they are shown once.
+    """
+    followed, readers = set[str](), dict[str, ProgressReader]()
+    with contextlib.suppress(KeyboardInterrupt), open_screen() as screen:
+        for pause_s in pauses(first_s=2.0):
+            runs = list(toolkit.list_runs(job=job, last=last))
+            statuses = toolkit.statuses(runs)
+            shown = [
+                (run, status)
+                for run, status in zip(runs, statuses, strict=True)
+                if run.uri in followed or not (status.state.final or status.lost)
+            ]
+            followed |= {run.uri for run, _ in shown}
+            screen.show_rows(top_rows(shown, readers))
+            if not sys.stdout.isatty():
+                break
+            screen.pause(pause_s)
+
+
+class Screen(Protocol):
+    """Shows a run's summary or a row for each of several runs, in place of what it showed last."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Show the content of `toolkit status`."""
+
+    def show_rows(self, rows: Sequence[Row]) -> None:
+        """Show the rows of `toolkit top`."""
+
+    def pause(self, pause_s: float) -> None:
+        """Let time pass until there is more to show."""
+
+
+def open_screen() -> Screen:
+    """Return the live view at a terminal that rich can draw on, else the plain lines."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+
+            from toolkit.cli.live import LiveScreen
+
+            if (console := Console(highlight=False, markup=False, emoji=False)).is_interactive:
+                return LiveScreen(console)
+    return LineScreen()
+
+
+class LineScreen:
+    """Shows lines: at a terminal over those before, elsewhere the changed ones."""
+
+    def __init__(self) -> None:
+        self._before: list[str] = []
+        dumb = os.environ.get("TERM", "") in ("dumb", "unknown")
+        self._writes_over = sys.stdout.isatty() and not dumb
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave what was shown last."""
+
+    def show_summary(self, summary: Mapping[str, Any]) -> None:
+        """Show the lines of `toolkit status`."""
+        self._show(list(summary_lines(summary)))
+
+    def show_rows(self, rows: Sequence[Row]) -> None:
+        """Show a line for each run."""
+        self._show(list(top_lines(rows)) or [NO_ROWS])
+
+    def pause(self, pause_s: float) -> None:
+        """Let time pass."""
+        time.sleep(pause_s)
+
+    def _show(self, lines: list[str]) -> None:
+        if self._writes_over:
+            columns, rows = shutil.get_terminal_size()
+            # A line that the terminal would wrap could not be counted, nor one that scrolls away.
+            lines = [line.partition("\n")[0][: max(columns - 1, 20)] for line in lines]
+            if len(lines) > (most := max(rows - 1, 3)):
+                more = len(lines) - most + 1
+                lines = [*lines[: most - 1], f"… {more} more lines"]
+            if self._before:
+                click.echo(f"\x1b[{len(self._before)}F\x1b[J", nl=False)
+            echo_lines(iter(lines))
+        else:
+            echo_lines(line for line in lines if line not in self._before)
+        self._before = lines
