@@ -25,8 +25,9 @@ from toolkit.profile import (
     require_default_profile,
 )
 from toolkit.runs import registry
+from toolkit.runs.operations import operation
 from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
-from toolkit.runs.state import RunStatus
+from toolkit.runs.state import RunStatus, sum_of
 
 
 def submit(
@@ -218,15 +219,19 @@ def wait(
     watched = list(runs)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ended: dict[int, RunStatus] = {}
+    seen: dict[int, RunStatus] = {}
     with contextlib.ExitStack() as stack:
         for indices in _batches(watched):
             batch = [watched[index] for index in indices]
             stack.enter_context(batch[0].watching(batch))
+        count = len(watched)
+        report = stack.enter_context(operation(f"waiting for {count} run{'s' * (count != 1)}"))
         for pause_s in pauses():
             waiting = [index for index in range(len(watched)) if index not in ended]
             for index, status in zip(
                 waiting, statuses(watched[index] for index in waiting), strict=True
             ):
+                seen[index] = status
                 if status.state.final or status.lost:
                     ended[index] = status
                     if status.state.final:
@@ -235,6 +240,8 @@ def wait(
             still = [run.uri for index, run in enumerate(watched) if index not in ended]
             if not still:
                 break
+            states = sum_of(list(seen.values())).reason
+            report(len(ended), count, f"{len(ended)} of {count} ended: {states}")
             if deadline is not None and time.monotonic() > deadline:
                 shown = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if still[3:] else "")
                 raise TimeoutError(f"not ended after {timeout_s:g} s: {shown}")

@@ -4,6 +4,7 @@ The other engines build the real image before the tests begin. The stand-in refu
 with buildx 0.13 was observed to refuse.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -96,9 +97,29 @@ def test_docker_is_told_what_it_takes_and_builds_once(docker: Path) -> None:
     assert (again.returncode, again.stdout) == (0, "i:1 is up to date\n")
 
 
+def test_a_build_that_waits_for_another_one_says_so(docker: Path) -> None:
+    assert build(docker, "base:1", "--image=i:1").returncode == 0
+    argv = [sys.executable, str(ROOT / "train/build-image"), "base:1", "--image=i:1"]
+    with (ROOT / ".cache/image.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(
+            argv,
+            env={**os.environ, "PATH": str(docker)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stderr.readline() == "waiting for another build\n"
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert process.stdout.read() == "i:1 is up to date\n"
+    assert process.returncode == 0
+
+
 def test_an_engine_that_is_not_there_is_named_with_the_way_out(tmp_path: Path) -> None:
     done = build(tmp_path, "base:1")
     assert done.returncode == 2
-    assert done.stderr.startswith("build-image: neither podman, buildah nor docker is installed; ")
+    message = done.stderr.removeprefix("waiting for another build\n")  # of another test
+    assert message.startswith("build-image: neither podman, buildah nor docker is installed; ")
     named = build(tmp_path, "base:1", "--engine=docker")
     assert named.stderr.startswith("build-image: docker is not installed; ")

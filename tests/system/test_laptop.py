@@ -77,6 +77,7 @@ def test_what_lies_on_the_laptop_trains_on_the_cluster_and_is_followed(laptop: L
     )
     assert followed.returncode == 0, followed.stdout + followed.stderr
     uri, *lines = followed.stdout.splitlines()
+    assert "note: copying the project to login1 (" in followed.stderr
     assert "[rank 0] as edited" in lines
     assert any("test_accuracy" in line for line in lines)
     assert "Welcome" not in followed.stdout + followed.stderr

@@ -254,3 +254,32 @@ def test_progress_is_in_the_json_of_a_running_run_alone(run: toolkit.Run) -> Non
         text=True,
     )
     assert done.returncode == 2 and "--json" in done.stderr
+
+
+def test_who_waits_for_several_runs_sees_how_many_have_ended(
+    run: toolkit.Run, tmp_path: Path, until: Until
+) -> None:
+    other = started(tmp_path, until, name="other")
+    argv = [str(TOOLKIT), "wait", run.name, other.name]
+    with at_terminal(argv) as terminal:
+
+        def drawn() -> str:
+            return SEQUENCE.sub("", terminal.read())
+
+        until(lambda: "0 of 2 ended: 2 RUNNING" in drawn(), "both run", seen=drawn)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.status() == 130
+        left = re.split(r"\r|\n|\x1b\[2K", terminal.drawn)[-1]
+        assert SEQUENCE.sub("", left) == "", "no half of a line"
+    with at_terminal(argv) as terminal:
+        until(lambda: "0 of 2 ended: 2 RUNNING" in drawn(), "both run", seen=drawn)
+        end(run)
+        shown = "1 of 2 ended: 1 RUNNING, 1 SUCCEEDED"
+        until(lambda: shown in drawn(), "one has ended", seen=drawn)
+        assert re.search(rf"\r{run.name}: SUCCEEDED; run directory .*\r\n", drawn())
+        end(other, 3)
+        assert terminal.status() == 1
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("note: waiting for 2 runs\n")
+    assert f"{other.name}: FAILED" in done.stderr

@@ -1,4 +1,4 @@
-"""What rich draws at a terminal: runs with bars, colours and a table.
+"""What rich draws at a terminal: runs with bars, colours and a table; operations as a line.
 
 Texts of runs and schedulers are `Text`, of which rich interprets no markup, and their control
 characters are escaped.
@@ -15,6 +15,8 @@ from typing import Any, NoReturn, Self
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
+from rich.progress import BarColumn, SpinnerColumn, TextColumn
+from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -111,6 +113,36 @@ class LiveScreen:
 
 def _exit(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
+
+
+class LiveLine:
+    """A line on stderr about an operation that goes on: spinner, bar, text; it goes away."""
+
+    def __init__(self, what: str) -> None:
+        style = _STYLES[RunState.RUNNING]
+        self._progress = Bars(
+            SpinnerColumn(style=style),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR, complete_style=style, finished_style=style, pulse_style=style),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=Console(stderr=True, highlight=False, markup=False, emoji=False),
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task(what, total=None, text="")
+
+    def draw(self, done: float, total: float | None, text: str) -> None:
+        """Draw it with how much is done."""
+        self._progress.update(self._task, completed=done, total=total, text=text)
+        if not self._progress.live.is_started:
+            self._progress.start()
+            self._progress.console.show_cursor()  # who is killed could not show it again
+
+    def clear(self) -> None:
+        """Take it from the terminal."""
+        self._progress.stop()
 
 
 class _Table:

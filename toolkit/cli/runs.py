@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import contextlib
 import itertools
 import json
 import sys
@@ -147,6 +148,8 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 @JSON
 def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bool) -> None:
     """Wait until runs have ended; exit status 0 if all of them succeeded."""
+    from toolkit.cli import operations
+
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         if status.state is toolkit.RunState.UNKNOWN and not status.lost:
@@ -158,7 +161,13 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)
             output.print_end_and_exit(runs[0])
-        ended = toolkit.wait(runs, timeout, on_end=output.print_end)
+        with operations.shown() as line:
+
+            def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
+                line.clear()
+                output.print_end(run, status)
+
+            ended = toolkit.wait(runs, timeout, on_end=print_end)
     except TimeoutError as error:
         raise LauncherError(str(error)) from None
     if as_json:
@@ -237,10 +246,12 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 
     Goodput is the share of the time since the submission that went into steps that count.
     """
+    from toolkit.cli import operations
     from toolkit.cli.summary import goodput_lines
 
     runs = [part for name in names for part in toolkit.open_run(name, trust=trust).parts]
-    found = [(run, run.goodput()) for run in runs]
+    with operations.shown():
+        found = [(run, run.goodput()) for run in runs]
     if as_json:
         rows = [{"uri": run.uri, "name": run.name, **one.as_json()} for run, one in found]
         click.echo(json.dumps(rows, indent=2))
@@ -266,7 +277,10 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     It is one file of HTML that needs no network. Several runs, and the points of a sweep, are
     compared.
     """
-    made = toolkit.report([toolkit.open_run(name, trust=trust) for name in names])
+    from toolkit.cli import operations
+
+    with operations.shown():
+        made = toolkit.report([toolkit.open_run(name, trust=trust) for name in names])
     if target == Path("-"):
         click.echo(made.html, nl=False)
         return
@@ -302,10 +316,14 @@ def forward(
 
     The curves are those of the whole run, over all attempts; nothing changes for the training.
     """
+    from toolkit.cli import operations
     from toolkit.runs.forward import forward
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
-    for name, (records, place) in forward(runs, tracker, target, follow=not once).items():
+    # Who follows a run for hours is not told each time that its new records are fetched.
+    with operations.shown() if once else contextlib.nullcontext():
+        passed = forward(runs, tracker, target, follow=not once)
+    for name, (records, place) in passed.items():
         click.echo(f"{name}: {records} records in {place}")
 
 
@@ -320,10 +338,12 @@ def forward(
 )
 def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     """Show what a run was made from: commit, versions, packages, nodes."""
+    from toolkit.cli import operations
     from toolkit.cli.summary import no_diff
     from toolkit.runs.provenance import origin_lines, origin_of
 
-    origin = origin_of(toolkit.open_run(run, trust=trust))
+    with operations.shown():
+        origin = origin_of(toolkit.open_run(run, trust=trust))
     changes = str((origin["git"] or {}).get("diff") or "")
     if diff and not changes:
         raise LauncherError(f"{origin['name']} has no diff: {no_diff(origin)}")

@@ -44,8 +44,11 @@ def submit(
     """Start a new run, or all points of a sweep, and print its URI."""
     made = _planned(job, overrides, to)
     output.note(made.notes)
+    from toolkit.cli import operations
+
     began = time.time()
-    run = toolkit.submit(made, after=after, chain=chain)
+    with operations.shown():
+        run = toolkit.submit(made, after=after, chain=chain)
     if run.record.created < began:
         output.note((f"{run.name} is taken up, whose submission was cut short",))
     click.echo(run.uri)
@@ -63,7 +66,10 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 
     The same script continues in the same run directory, from the newest checkpoint.
     """
-    opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
+    from toolkit.cli import operations
+
+    with operations.shown():
+        opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
     click.echo(opened.uri)
     if follow:
         output.follow_and_exit(opened)

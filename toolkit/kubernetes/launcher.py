@@ -27,6 +27,7 @@ from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
 from toolkit.runs import provenance, registry, submission_journal
+from toolkit.runs.operations import operation
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
 
@@ -151,8 +152,11 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             for objects in workloads.objects_by_run(manifest, run.kind)
             if objects.name in names
         ]
-        for objects in runs:
-            remove(self._cluster, objects)
+        what, count = f"deleting the objects of {len(runs)} ended runs", len(runs)
+        with operation(what, long=count > TOGETHER) as report:
+            for done, objects in enumerate(runs):
+                report(done, count, f"{done} of {count}")
+                remove(self._cluster, objects)
         for part in parts:
             part.withdraw_end()
         submit_all(self._cluster, runs)

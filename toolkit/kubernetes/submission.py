@@ -11,6 +11,7 @@ from toolkit.kubernetes.client.connection import FIRST_PAUSE_S, Away, Conflict, 
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.volume import placed
 from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, RunObjects, WorkloadKind
+from toolkit.runs.operations import Report, operation
 from toolkit.runs.submission_journal import UnknownOutcome
 
 TOGETHER = 16
@@ -44,7 +45,13 @@ def submit_all(
         UnknownOutcome: it is unknown which of them have arrived.
         LauncherError: the server refused; its words about the first are in the message.
     """
+    with operation(f"submitting {len(runs)} runs", long=len(runs) > TOGETHER) as report:
+        _submit_all(cluster, runs, goes_on, report)
 
+
+def _submit_all(
+    cluster: Cluster, runs: Sequence[RunObjects], goes_on: Callable[[], None], report: Report
+) -> None:
     def attempt(run: RunObjects) -> LauncherError | None:
         try:
             with placed(cluster, run.kind, run.workload, run.apart):
@@ -54,13 +61,18 @@ def submit_all(
         return None
 
     made: list[RunObjects] = []
-    for start in range(0, len(runs), TOGETHER):
+    count = len(runs)
+    for start in range(0, count, TOGETHER):
         goes_on()
         batch = runs[start : start + TOGETHER]
+        errors: list[LauncherError] = []
         with ThreadPoolExecutor(min(_AT_ONCE, len(batch)), "submit") as pool:
-            attempts = list(zip(batch, pool.map(attempt, batch), strict=True))
-        made += [run for run, error in attempts if error is None]
-        errors = [error for _, error in attempts if error is not None]
+            for run, error in zip(batch, pool.map(attempt, batch), strict=True):
+                if error is None:
+                    made.append(run)
+                    report(len(made), count, f"{len(made)} of {count}")
+                else:
+                    errors.append(error)
         if not errors:
             continue
         left = 0

@@ -22,7 +22,9 @@ from toolkit.kubernetes.pods import is_up, sentence, trouble
 from toolkit.kubernetes.workloads import Object, WorkloadKind, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.profile import KubernetesProfile
+from toolkit.runs.operations import Report, operation
 from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.text.quantities import rounded_size
 from toolkit.text.yaml_reader import documents_of
 
 if TYPE_CHECKING:
@@ -92,14 +94,21 @@ class Files:
         """Remove a file, parts of it, and folders that are empty then."""
         self._tried(lambda: self._run("remove", name, self._run_dir.rpartition("/")[0]))
 
-    def fetch(self, name: str, out: BinaryIO) -> bool:
+    def fetch(
+        self, name: str, out: BinaryIO, report: Report = lambda done, total, text: None
+    ) -> bool:
         """Read a file into another one; return whether there is such a file."""
 
         def receive() -> bool:
             out.seek(0)
             out.truncate()
             received = _Received(out)
-            self._run("read", name, show=received.take)
+
+            def take(part: bytes) -> None:
+                received.take(part)
+                report(received.count, received.size, f"{name}, {rounded_size(received.size)}")
+
+            self._run("read", name, show=take)
             return received.is_there()
 
         return self._tried(receive)
@@ -124,7 +133,14 @@ class _Received:
         self._out = out
         self._head = self._tail = b""
         self._left: int | None = None
+        self.size = 0
+        """How many bytes the file has; 0 until that is known."""
         self._digest = hashlib.sha256()
+
+    @property
+    def count(self) -> int:
+        """How many bytes of the file have come."""
+        return self.size - (self._left or 0)
 
     def take(self, part: bytes) -> None:
         """Take the next part."""
@@ -132,7 +148,7 @@ class _Received:
             self._head, line, part = (self._head + part).partition(b"\n")
             if not line:
                 return
-            self._left = 0 if self._head == b"-" else int(self._head)
+            self._left = self.size = 0 if self._head == b"-" else int(self._head)
         content = part[: self._left]
         self._left -= len(content)
         self._digest.update(content)
@@ -204,6 +220,11 @@ def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
     Raises:
         LauncherError: they cannot be read, or nothing outlives the pods.
     """
+    with operation("fetching files from the claim") as report:
+        return _fetched(run, targets, report)
+
+
+def _fetched(run: "KubernetesRun", targets: Mapping[str, Path], report: Report) -> set[str]:
     cluster, kind = run.cluster, run.kind
     workload = cluster.get(kind, run.object_name)
     if workload is None:
@@ -219,21 +240,21 @@ def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
     for pod in running[:1]:
         name = str(pod["metadata"]["name"])
         with contextlib.suppress(Missing):  # it has ended just now
-            return _copied(
-                Files(cluster, name, kind.container, run_dir_of(workload, kind)), targets
-            )
+            there = Files(cluster, name, kind.container, run_dir_of(workload, kind))
+            return _copied(there, targets, report)
+    report(0, None, "a pod starts for it")
     with transfer(cluster, kind, workload) as files:
-        return _copied(files, targets)
+        return _copied(files, targets, report)
 
 
-def _copied(files: Files, targets: Mapping[str, Path]) -> set[str]:
+def _copied(files: Files, targets: Mapping[str, Path], report: Report) -> set[str]:
     missing = set()
     for name, path in targets.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
         try:
             with draft.open("wb") as out:
-                complete = files.fetch(name, out)
+                complete = files.fetch(name, out, report)
             if complete:
                 draft.replace(path)
             else:

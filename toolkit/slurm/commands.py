@@ -82,8 +82,11 @@ def run_limited(
     stdin: bytes = b"",
     environ: Mapping[str, str] | None = None,
     limit_s: float = math.inf,
+    show: Callable[[bytes], object] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
+
+    `show` takes the parts of its stdout as they come; they are not kept then.
 
     A scheduler that hangs, or a login node that prints without end, becomes an error. It fills no
     memory and blocks no caller.
@@ -120,7 +123,10 @@ def run_limited(
                 if selector.select(min(1.0, left_s)):
                     if not (chunk := os.read(process.stdout.fileno(), _CHUNK)):
                         break
-                    output += chunk
+                    if show is None:
+                        output += chunk
+                    else:
+                        show(chunk)
                 if len(output) + os.fstat(errors.fileno()).st_size > ANSWER_BYTES:
                     raise TooLong(f"{argv[0]} prints more than {ANSWER_BYTES >> 20} MiB: ended")
             process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))

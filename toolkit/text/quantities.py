@@ -101,6 +101,20 @@ def rounded_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def rounded_size(size_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> rounded_size(1_300_000_000), rounded_size(2048)
+    ('1.2 GiB', '2 KiB')
+    """
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"
+
+
 def parse_size(text: str) -> int:
     """Return the bytes in a size, rounded up.
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import toolkit
 from tests.conftest import Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
+from tests.support.told_operations import told_operations
 from tests.unit.kubernetes.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
@@ -429,7 +430,11 @@ def test_a_file_of_a_run_is_read_in_its_own_pod_then_in_one_that_is_made_for_it(
     until(lambda: not pods(server), "its pods are gone")
     here = tmp_path / "mirror/metrics.jsonl"
     wanted = {"metrics.jsonl": here, "none.pkl": tmp_path / "none.pkl"}
-    assert fetch(run, wanted) == {"none.pkl"}
+    with told_operations() as told:
+        assert fetch(run, wanted) == {"none.pkl"}
+    assert {what for what, *_ in told} == {"fetching files from the claim"}
+    assert (0, None, "a pod starts for it") in [tuple(rest) for _, *rest in told]
+    assert (12, 12, "metrics.jsonl, 12 B") in [tuple(rest) for _, *rest in told]
     assert here.read_text() == '{"step": 1}\n'
     assert [path.name for path in tmp_path.rglob("*.pkl*")] == []
     assert len(site.asked("POST", "/pods")) == 2

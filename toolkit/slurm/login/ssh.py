@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
@@ -123,15 +123,20 @@ class SshConnection:
             )
         return subprocess.CompletedProcess(argv, done.returncode, done.stdout, done.stderr)
 
-    def rsync(self, *words: str, names: bytes = b"") -> "subprocess.CompletedProcess[str]":
+    def rsync(
+        self, *words: str, names: bytes = b"", show: Callable[[bytes], object] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
         """Run rsync over the same connection; `names` are for `--files-from=-`.
+
+        `show` is called with its progress as rsync prints it, in parts.
 
         Raises:
             LauncherError: rsync is missing there.
         """
         waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
-        argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *words]
-        done = self._run(argv, names, limit_s=commands.TRANSFER_S)
+        tells = () if show is None else ("--info=progress2",)
+        argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *tells, *words]
+        done = self._run(argv, names, limit_s=commands.TRANSFER_S, show=show)
         if "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
@@ -139,12 +144,17 @@ class SshConnection:
         return done
 
     def _run(
-        self, argv: Sequence[str], stdin: bytes = b"", *, limit_s: float
+        self,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        *,
+        limit_s: float,
+        show: Callable[[bytes], object] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         if shutil.which(argv[0]) is None:
             raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
         try:
-            return commands.run_limited(argv, stdin=stdin, limit_s=limit_s)
+            return commands.run_limited(argv, stdin=stdin, limit_s=limit_s, show=show)
         except commands.TooLong as error:
             raise Hung(self._why_lost(str(error))) from None
 

@@ -10,6 +10,7 @@ directory there holds, beside what every run directory holds:
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
+from toolkit.runs.operations import Report, operation
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.stacks import NO_WATCHDOG, Exchange
@@ -31,7 +33,7 @@ from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import Hung, Lost, SshConnection, connection_to
 from toolkit.slurm.snapshot import snapshot_file
-from toolkit.text.quantities import format_size
+from toolkit.text.quantities import format_size, rounded_size
 
 _CODE_BYTES = 2**30
 """The default limit of a project's size."""
@@ -41,6 +43,9 @@ _NAMED = 5
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """How long to wait before each new try when the connection was cut: a minute in all."""
+
+_SENT = re.compile(rb"\r *([\d.,]+) +(\d+)%")
+"""rsync's progress: bytes, in groups of digits by the locale, and their share of all."""
 
 _MAKE = """\
 set -e
@@ -147,15 +152,24 @@ class SshLoginNode(LoginNode):
         # Unchanged files are hard links, so they must not be written to.
         same = ("--checksum", "--chmod=Du+rwx,F-w", "--from0", "--files-from=-")
         before = [f"--link-dest={self._before}"] if self._before else []
-        self._sync("-lpt", *same, *before, f"{tree.root}/", f"{there}code/", names=names)
+        what = f"copying the project to {self._ssh.name} ({len(tree.names)} files)"
+        with operation(what) as report:
+            ends = (f"{tree.root}/", f"{there}code/")
+            self._sync("-lpt", *same, *before, *ends, names=names, report=report)
         self._sync("-rlt", f"{folder.here}/", there)
         # The link leads to the code of the project's newest run.
         code, latest = shlex.quote(f"{folder.there}/code"), self._remote("/latest")
         link = self._remote(f"/latest/{tree.root.name}")
         self._ssh.bash(f"mkdir -p {latest}\nln -sfn {code} {link}")
 
-    def _sync(self, *words: str, names: bytes = b"") -> None:
-        done = self._ssh.rsync(*words, names=names)
+    def _sync(self, *words: str, names: bytes = b"", report: Report | None = None) -> None:
+        def show(part: bytes) -> None:
+            if report is not None and (sent := _SENT.findall(part)):
+                size, share = sent[-1]
+                text = rounded_size(int(re.sub(rb"\D", b"", size)))
+                report(int(share), 100, text)
+
+        done = self._ssh.rsync(*words, names=names, show=show)
         if done.returncode != 0:
             raise LauncherError(f"rsync to {self._ssh.name}: {first_line(done.stderr)}")
 
@@ -315,9 +329,9 @@ class WorkingTree:
         if (whole := sum(sizes.values())) <= limit:
             return
         biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:_NAMED]
-        shown = ", ".join(f"{name} ({_about(sizes[name])})" for name in biggest)
+        shown = ", ".join(f"{name} ({rounded_size(sizes[name])})" for name in biggest)
         raise LauncherError(
-            f"{self.root} holds {_about(whole)} that git does not ignore, more than the "
+            f"{self.root} holds {rounded_size(whole)} that git does not ignore, more than the "
             f"{format_size(limit)} that are taken for code; the biggest: {shown}. Write data into "
             ".gitignore and bring it there yourself, or set code_limit in the profile"
         )
@@ -363,17 +377,3 @@ def _files(root: Path, below: str) -> Iterator[str]:
 
 def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[bytes]":
     return subprocess.run(["git", "-C", folder, *words], capture_output=True, check=False)
-
-
-def _about(size_bytes: int) -> str:
-    """Return a size for people.
-
-    >>> _about(1_300_000_000), _about(2048)
-    ('1.2 GiB', '2 KiB')
-    """
-    size, unit = float(size_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"

@@ -1,0 +1,71 @@
+"""What a command says of an operation that takes long: a line at a terminal, elsewhere a note."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Until
+from tests.support.terminal import SEQUENCE, at_terminal, without_rich
+from toolkit.cli import operations
+from toolkit.runs.operations import operation
+
+WAITING = r"""
+import sys, time
+import click
+from toolkit.cli import operations
+from toolkit.runs.operations import operation
+
+try:
+    with operations.shown() as line, operation("copying [red]x\x1b[5m to login1") as report:
+        report(1, 10, "1 of 10")
+        line.clear()
+        click.echo("between", err=True)
+        while True:
+            report(3, 10, "3 of 10 [b]")
+            time.sleep(0.05)
+except KeyboardInterrupt:
+    print("interrupted")
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("library", ["rich", "none"])
+@pytest.mark.parametrize("columns", [40, 120])
+def test_a_line_at_a_terminal_goes_away_at_the_end(
+    columns: int, library: str, tmp_path: Path, until: Until
+) -> None:
+    environ = without_rich(tmp_path) if library == "none" else {}
+    argv = [sys.executable, "-c", WAITING]
+    with at_terminal(argv, columns=columns, rows=24, **environ) as terminal:
+
+        def last() -> str:
+            return re.split(r"\r|\n", SEQUENCE.sub("", terminal.read()))[-1]
+
+        shown = r"copying \[red\]x" if columns == 40 else r"copying \[red\]x.* 3 of 10 \[b\]"
+        until(lambda: re.search(shown, last()), "the line", seen=terminal.read)
+        assert len(last()) <= columns
+        assert r"copying [red]x\x1b[5m to" in SEQUENCE.sub("", terminal.drawn) or columns == 40
+        assert "\x1b[5m" not in terminal.drawn
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.status() == 130
+        # Nothing of it is left on the line, which is the one of the next output.
+        assert re.search(r"\x1b\[(2K|K)[^a-z]*interrupted\r\n$", terminal.drawn), terminal.drawn
+        # The line was taken away before, and written anew after, what came in between.
+        assert re.search(r"\x1b\[(2K|K)[^a-z]*between\r\n", terminal.drawn), terminal.drawn
+        if library == "rich":
+            assert terminal.drawn.rfind("\x1b[?25h") > terminal.drawn.rfind("\x1b[?25l")
+
+
+def test_without_a_terminal_each_kind_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with operations.shown():
+        for _ in range(2):
+            with operation("fetching \x1b[31mfiles") as report:
+                report(1, 2, "1 of 2")
+        with operation("copying"), operation("quick", long=False):
+            pass
+    with operation("nobody listens"):
+        pass
+    assert capsys.readouterr() == ("", "note: fetching \\x1b[31mfiles\nnote: copying\n")

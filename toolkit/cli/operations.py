@@ -1,0 +1,94 @@
+"""Shows the long operations of a command on stderr, so that nobody looks at a silent terminal."""
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import click
+
+from toolkit.cli.output import note
+from toolkit.runs import operations
+from toolkit.text import untrusted
+
+_BETWEEN_S = 0.1
+"""How often a line is written again at most, in seconds."""
+
+
+class _Line(Protocol):
+    """A line at a terminal, which is written again and again and goes away."""
+
+    def draw(self, done: float, total: float | None, text: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Operations:
+    """The operations of a command: a line at a terminal, elsewhere a note when one begins."""
+
+    def __init__(self) -> None:
+        dumb = os.environ.get("TERM", "") in ("dumb", "unknown")
+        self._draws = sys.stderr.isatty() and not dumb
+        self._line: _Line | None = None
+        self._noted: set[str] = set()
+
+    @contextlib.contextmanager
+    def view(self, what: str) -> Iterator[operations.Report]:
+        """Show an operation while it goes on."""
+        what = untrusted.printable(what)
+        if not self._draws:
+            if what not in self._noted:
+                note((what,))
+            self._noted.add(what)
+            yield lambda done, total, text: None
+            return
+        line = self._line = _line(what)
+        try:
+            line.draw(0, None, "")
+            yield lambda done, total, text: line.draw(done, total, untrusted.printable(text))
+        finally:
+            self._line = None
+            line.clear()
+
+    def clear(self) -> None:
+        """Make room for other lines on stderr; the next report draws the line again."""
+        if self._line is not None:
+            self._line.clear()
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[Operations]:
+    """Show the long operations of this block."""
+    made = Operations()
+    with operations.shown_by(made.view):
+        yield made
+
+
+def _line(what: str) -> _Line:
+    with contextlib.suppress(ImportError):
+        from toolkit.cli.live import LiveLine
+
+        return LiveLine(what)
+    return _PlainLine(what)
+
+
+class _PlainLine:
+    """The line without rich."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._drawn = what, 0.0
+
+    def draw(self, done: float, total: float | None, text: str) -> None:
+        if (now := time.monotonic()) < self._drawn + _BETWEEN_S:
+            return
+        self._drawn = now
+        line = ": ".join(filter(None, [self._what, text]))
+        columns = max(shutil.get_terminal_size().columns - 1, 20)
+        click.echo(f"\r{line[:columns]}\x1b[K", nl=False, err=True)
+
+    def clear(self) -> None:
+        self._drawn = 0.0
+        click.echo("\r\x1b[K", nl=False, err=True)
