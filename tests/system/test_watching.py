@@ -144,6 +144,19 @@ def test_who_is_interrupted_leaves_the_terminal_as_it_was(
     end(run)
 
 
+def test_who_is_stopped_leaves_the_terminal_to_the_shell(run: toolkit.Run, until: Until) -> None:
+    with at_terminal([TOOLKIT, "status", "-w", run.name]) as terminal:
+        until(lambda: "progress:" in terminal.screen(), "it is shown", seen=terminal.screen)
+        terminal.process.send_signal(signal.SIGTSTP)
+        until(lambda: terminal.read().endswith(OWN_SCREEN), "it has left", seen=terminal.read)
+        stat = Path(f"/proc/{terminal.process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+        terminal.process.send_signal(signal.SIGCONT)
+        until(lambda: terminal.read().count(OTHER_SCREEN) == 2, "it is back", seen=terminal.read)
+        end(run)
+        assert terminal.status() == 0
+
+
 def test_a_dumb_terminal_gets_the_changed_lines(run: toolkit.Run, until: Until) -> None:
     with at_terminal([TOOLKIT, "status", "-w", run.name], TERM="dumb") as terminal:
         until(lambda: terminal.read().count("progress:") > 1, "it goes on", seen=terminal.read)
