@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.support.trainer_server import TrainerServer
 from tests.unit.kubernetes.live import Live
-from toolkit.cli.summary import summary_lines, summary_of, top_lines
+from toolkit.cli.summary import summary_lines, summary_of, top_rows
 from toolkit.errors import LauncherError
 from toolkit.kubernetes import glimpse
 from toolkit.kubernetes.client.connection import Denied
@@ -77,8 +77,8 @@ def test_status_shows_the_steps_of_a_run_on_a_claim(
     # Another process of the user's has a handle of its own, and so has each look of `top`.
     again = toolkit.open_run(run.uri)
     readers: dict[str, ProgressReader] = {}
-    (line,) = top_lines([(again, again.status())], readers)
-    assert "step 40/40" in line
+    (row,) = top_rows([(again, again.status())], readers)
+    assert row.progress is not None and row.progress.step == 40
     assert seen[-1]["stall"] == "no step for 9 s"
     (tmp_path / "told").touch()
     assert live.ended(run).state is RunState.SUCCEEDED, live.told(run)
