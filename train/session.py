@@ -32,6 +32,7 @@ from train.profiling.timeline import Profile
 from train.rundir.claim import adopt, claim
 from train.rundir.console import Console, figures
 from train.rundir.files import RunDirectory, TrainingProgress
+from train.rundir.tensorboard import EventFile
 from train.runtime.environment import environment
 from train.runtime.phases import Phases
 from train.runtime.process_group import RankGroup, open_group
@@ -82,6 +83,13 @@ def train(
             trainer.resume()
             step = progress.step
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
+            if config.tensorboard == "auto" and rank_info.rank == 0:
+                directory.event_file = EventFile(
+                    directory.path,
+                    attempt=rank_info.attempt,
+                    first_step=step + 1,
+                    console=console,
+                )
             phases.end("restore")
             directory.event("ready", step=step, began=phases.began, phases=phases.seconds)
             if config.compile:
@@ -98,6 +106,9 @@ def train(
         if saver:
             saver.leave()
         return exit_status
+    finally:
+        if directory.event_file:
+            directory.event_file.close()
 
 
 def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) -> None:

@@ -155,6 +155,8 @@ class Config:
     """What to do when one cannot be written; the ones before it stay. The last one must be."""
     export: Path | None = None
     """Write the final weights to this file, as plain safetensors."""
+    tensorboard: Literal["auto", "off"] = "auto"
+    """Event files in the run directory, for `tensorboard --logdir`; `auto`: with tensorboardX."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""

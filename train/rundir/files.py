@@ -11,6 +11,7 @@ from pathlib import Path
 
 from train.rundir import untrusted
 from train.rundir.jsonl import Journal, MetricsLog, dump
+from train.rundir.tensorboard import EventFile
 from train.runtime.rank import RankInfo
 
 VERSION = 1
@@ -88,6 +89,8 @@ class RunDirectory:
         self._tried = {"attempt": rank_info.attempt, "restart": rank_info.restart}
         self._events = Journal(path / "events.jsonl")
         self._metrics = MetricsLog(path / "metrics.jsonl", {"version": VERSION, **self._tried})
+        # Of rank 0, from when it is known which step comes first.
+        self.event_file: EventFile | None = None
 
     def event(self, event: str, *, step: int, **details: object) -> None:
         """Append to `events.jsonl`; only rank 0 does."""
@@ -100,6 +103,8 @@ class RunDirectory:
         """Append to `metrics.jsonl`, if need be a moment later; only rank 0 does."""
         if self.rank_info.rank == 0:
             self._metrics.note({"step": step, **values})
+            if self.event_file:
+                self.event_file.note(step, values)
 
     def flush(self) -> None:
         """Write the metrics that `metric()` still holds back."""

@@ -35,12 +35,14 @@ class Refused(OSError):
         super().__init__(errno.EINVAL, why, str(path))
 
 
-def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file and return its descriptor."""
+def open_file(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = None) -> int:
+    """Open a regular file and return its descriptor; `folder`: the open folder that it is in."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         # Without waiting: opening a pipe without a writer would take for ever.
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        handle = os.open(path if folder is None else path.name, flags, 0o666, dir_fd=folder)
     except OSError as error:
+        error.filename = str(path)
         if error.errno == errno.ELOOP:
             raise Refused(path, "is a link, which is not followed") from None
         if error.errno == errno.ENXIO:
@@ -51,6 +53,15 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(handle)
         raise Refused(path, f"is {_KINDS.get(kind, 'something else')}, no regular file")
     return handle
+
+
+def open_folder(path: Path) -> int:
+    """Open a folder and return its descriptor."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        why = "is a link, which is not followed" if path.is_symlink() else "is no folder"
+        raise Refused(path, why) from None
 
 
 def read_bytes(path: Path, *, limit: int = JSON_BYTES) -> bytes:

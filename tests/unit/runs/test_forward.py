@@ -1,22 +1,17 @@
 """Metrics that are passed on to TensorBoard: one curve over all attempts."""
 
 import json
-import os
-import struct
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import toolkit
 from tests.conftest import Until
+from tests.support.event_files import curve, read_by_tensorboard
 from tests.support.told_run import ToldRun, run_at
-from tests.unit.runs.test_googles_goodput import PACKAGE
 from toolkit.runs.forward import forward
 from toolkit.runs.run import Run
 from toolkit.runs.run_directory import read_metrics
@@ -28,29 +23,6 @@ def record(folder: Path, *steps: int, loss: float = 1.0, **more: Any) -> None:
         for step in steps:
             row = {"time": 1e9 + step, "step": step, "loss": loss / step, **more}
             file.write(json.dumps(row) + "\n")
-
-
-def events(folder: Path) -> Iterator[Event]:
-    """Yield the events in the order in which TensorBoard reads them: length, CRC, event, CRC."""
-    for path in sorted(folder.glob("events.out.*")):
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack("<Q", data[:8])
-            yield Event.FromString(data[12 : 12 + size])
-            data = data[16 + size :]
-
-
-def curve(folder: Path, tag: str = "loss") -> list[tuple[int, float]]:
-    """Return a curve as TensorBoard shows it: a start voids what is recorded from its step on."""
-    found: dict[int, float] = {}
-    for event in events(folder):
-        if event.session_log.status == SessionLog.START:
-            found = {step: value for step, value in found.items() if step < event.step}
-        for value in event.summary.value:
-            if value.tag == tag:
-                assert event.step not in found, "a step came twice"
-                found[event.step] = value.simple_value
-    return sorted(found.items())
 
 
 def ended(folder: Path) -> ToldRun:
@@ -155,29 +127,9 @@ def test_what_is_no_record_is_left_out(tmp_path: Path) -> None:
     assert curve(tmp_path / "board/digits") == []
 
 
-READ = """
-import json, sys
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-board = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
-board.Reload()
-print(json.dumps([(event.step, event.value) for event in board.Scalars("loss")]))
-"""
-
-
 @pytest.mark.slow
 def test_tensorboard_itself_reads_one_curve(tmp_path: Path) -> None:
-    if not PACKAGE.is_dir():
-        if os.environ.get("CI"):
-            pytest.fail("CI must have tensorboard")
-        pytest.skip("needs tensorboard; see tests/peers.sh")
     forward_to_board([restarted(tmp_path / "run")], tmp_path / "board")
-    done = subprocess.run(
-        [sys.executable, "-c", READ, tmp_path / "board/digits"],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    read = [(step, value) for step, value in json.loads(done.stdout)]
+    read = read_by_tensorboard(tmp_path / "board/digits")
     assert [step for step, _ in read] == list(range(1, 41))
     assert read == curve(tmp_path / "board/digits")
