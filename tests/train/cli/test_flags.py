@@ -337,7 +337,8 @@ def test_every_command_that_a_page_shows_is_understood(page: str) -> None:
 def test_nothing_heavy_is_loaded_to_answer_a_command_line() -> None:
     code = (
         "import sys; from train.__main__ import main; sys.argv = ['train', *{}]; main(); "
-        "print(sorted({{'torch', 'numpy', 'train.session'}} & set(sys.modules)) or 'light')"
+        "heavy = {{'torch', 'numpy', 'tensorboardX', 'train.session'}}; "
+        "print(sorted(heavy & set(sys.modules)) or 'light')"
     )
     for argv in (["--help"], ["--lr=x"], ["--write-config=/dev/null"]):
         done = subprocess.run(
