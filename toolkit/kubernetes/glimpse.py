@@ -5,6 +5,7 @@ are read as carefully as a run directory.
 """
 
 import functools
+import os
 import re
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from toolkit.kubernetes.client.connection import Denied
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.pods import index_of, is_up
+from toolkit.text import untrusted
 
 PAUSE_S = 10.0
 """The least time between two questions about a run."""
@@ -115,11 +117,10 @@ class Glimpse:
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            if file.tell() != begin:
-                file.truncate(0)
-                file.truncate(begin)  # what lies before is not known: a hole
-            file.write(content)
+        if self._size(name) != begin:
+            untrusted.write_bytes(path, b"")
+            os.truncate(path, begin)  # what lies before is not known: a hole
+        untrusted.write_bytes(path, content, append=True)
 
 
 class _Bounded:
