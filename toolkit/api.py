@@ -25,7 +25,7 @@ from toolkit.profile import (
     require_default_profile,
 )
 from toolkit.runs import registry
-from toolkit.runs.operations import operation
+from toolkit.runs.long_operation import operation
 from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
 from toolkit.runs.state import RunStatus, sum_of
 

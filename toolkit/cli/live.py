@@ -1,7 +1,7 @@
 """What rich draws at a terminal: runs with bars, colours and a table; operations as a line.
 
-Texts of runs and schedulers are `Text`, of which rich interprets no markup, and their control
-characters are escaped.
+Texts of runs and schedulers become `Text`, whose markup rich leaves alone; control characters in
+them are escaped.
 """
 
 import os
@@ -47,7 +47,7 @@ _LEAST = 40
 
 
 class LiveScreen:
-    """Shows runs on the terminal's other screen, as `top` does; what was shown last stays."""
+    """Shows runs on the terminal's other screen, as `top` does; the last view stays."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -86,7 +86,7 @@ class LiveScreen:
 
     def pause(self, pause_s: float) -> None:
         """Let time pass; a terminal that gets another size is drawn anew."""
-        # Not before: what has ended already needs no other screen.
+        # Not before: a run that has ended already needs no other screen.
         self._live.start(refresh=True)
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0:
@@ -138,7 +138,8 @@ class LiveLine:
         self._progress.update(self._task, completed=done, total=total, text=text)
         if not self._progress.live.is_started:
             self._progress.start()
-            self._progress.console.show_cursor()  # who is killed could not show it again
+            # A process that is killed could not show the cursor again.
+            self._progress.console.show_cursor()
 
     def clear(self) -> None:
         """Take it from the terminal."""
@@ -202,7 +203,7 @@ class _Progress:
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(bar, position, *([details] if beside else []))
         yield line
-        if not beside:
+        if details and not beside:
             yield details
 
 

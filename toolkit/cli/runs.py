@@ -108,7 +108,7 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
 def top(last: int, job: str | None) -> None:
     """Show all runs that go on, a line each, again and again until Ctrl-C.
 
-    Each cluster is asked once for all of its runs. Without a terminal, they are shown once.
+    All runs of a cluster take one query. Without a terminal, the lines are shown once.
     """
     from toolkit.cli import screen
 
@@ -148,7 +148,7 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 @JSON
 def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bool) -> None:
     """Wait until runs have ended; exit status 0 if all of them succeeded."""
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
@@ -161,7 +161,7 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
         if len(runs) == 1 and not as_json:
             runs[0].wait(timeout)
             output.print_end_and_exit(runs[0])
-        with operations.shown() as line:
+        with operation_line.shown() as line:
 
             def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
                 line.clear()
@@ -246,11 +246,11 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 
     Goodput is the share of the time since the submission that went into steps that count.
     """
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
     from toolkit.cli.summary import goodput_lines
 
     runs = [part for name in names for part in toolkit.open_run(name, trust=trust).parts]
-    with operations.shown():
+    with operation_line.shown():
         found = [(run, run.goodput()) for run in runs]
     if as_json:
         rows = [{"uri": run.uri, "name": run.name, **one.as_json()} for run, one in found]
@@ -277,9 +277,9 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     It is one file of HTML that needs no network. Several runs, and the points of a sweep, are
     compared.
     """
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
 
-    with operations.shown():
+    with operation_line.shown():
         made = toolkit.report([toolkit.open_run(name, trust=trust) for name in names])
     if target == Path("-"):
         click.echo(made.html, nl=False)
@@ -316,12 +316,12 @@ def forward(
 
     The curves are those of the whole run, over all attempts; nothing changes for the training.
     """
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
     from toolkit.runs.forward import forward
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     # Who follows a run for hours is not told each time that its new records are fetched.
-    with operations.shown() if once else contextlib.nullcontext():
+    with operation_line.shown() if once else contextlib.nullcontext():
         passed = forward(runs, tracker, target, follow=not once)
     for name, (records, place) in passed.items():
         click.echo(f"{name}: {records} records in {place}")
@@ -338,11 +338,11 @@ def forward(
 )
 def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     """Show what a run was made from: commit, versions, packages, nodes."""
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
     from toolkit.cli.summary import no_diff
     from toolkit.runs.provenance import origin_lines, origin_of
 
-    with operations.shown():
+    with operation_line.shown():
         origin = origin_of(toolkit.open_run(run, trust=trust))
     changes = str((origin["git"] or {}).get("diff") or "")
     if diff and not changes:

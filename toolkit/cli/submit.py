@@ -44,10 +44,10 @@ def submit(
     """Start a new run, or all points of a sweep, and print its URI."""
     made = _planned(job, overrides, to)
     output.note(made.notes)
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
 
     began = time.time()
-    with operations.shown():
+    with operation_line.shown():
         run = toolkit.submit(made, after=after, chain=chain)
     if run.record.created < began:
         output.note((f"{run.name} is taken up, whose submission was cut short",))
@@ -66,9 +66,9 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 
     The same script continues in the same run directory, from the newest checkpoint.
     """
-    from toolkit.cli import operations
+    from toolkit.cli import operation_line
 
-    with operations.shown():
+    with operation_line.shown():
         opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
     click.echo(opened.uri)
     if follow:

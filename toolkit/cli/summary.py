@@ -15,7 +15,7 @@ from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import Progress, ProgressReader
-from toolkit.runs.ranks import newest_waits
+from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler

@@ -96,8 +96,9 @@ class Glimpse:
         self._keep(bytes(output.content))
 
     def _size(self, name: str) -> int:
-        path = self._folder and self._folder / name
-        return path.stat().st_size if path and path.exists() else 0
+        if self._folder is None or not (path := self._folder / name).exists():
+            return 0
+        return path.stat().st_size
 
     def _keep(self, printed: bytes) -> None:
         """Write what a pod has printed into the files, as far as it is whole."""

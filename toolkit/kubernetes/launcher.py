@@ -27,7 +27,7 @@ from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
 from toolkit.runs import provenance, registry, submission_journal
-from toolkit.runs.operations import operation
+from toolkit.runs.long_operation import operation
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
 

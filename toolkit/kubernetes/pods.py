@@ -16,7 +16,7 @@ from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import Object
 from toolkit.planning.kubernetes import ATTEMPT_LABEL
 from toolkit.runs.failure import STOPS
-from toolkit.runs.scheduled import Scheduled
+from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.torchrun_report import read_reports, report_texts
 from toolkit.runs.tracebacks import last_trace
 from toolkit.text.quantities import whole_number

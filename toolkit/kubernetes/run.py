@@ -39,7 +39,7 @@ from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
 from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.run_secrets import mask_of, redacted
-from toolkit.runs.scheduled import Scheduled
+from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 

@@ -11,7 +11,7 @@ from toolkit.kubernetes.client.connection import FIRST_PAUSE_S, Away, Conflict, 
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.volume import placed
 from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, RunObjects, WorkloadKind
-from toolkit.runs.operations import Report, operation
+from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.submission_journal import UnknownOutcome
 
 TOGETHER = 16

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.runs import scheduled
-from toolkit.runs.scheduled import Scheduled
+from toolkit.runs import scheduler_times
+from toolkit.runs.scheduler_times import Scheduled
 from toolkit.text import untrusted
 
 BUCKETS = {
@@ -289,7 +289,7 @@ def goodput_of(
         ranks = start.ranks or 0
         before = dict(clock.seconds)
         ended = start.first if start.began is None else start.began
-        clock.wait(gap, ended, scheduled.before(ended, times))
+        clock.wait(gap, ended, scheduler_times.newest_before(ended, times))
         before |= {bucket: clock.seconds[bucket] for bucket in _RELEASED}
         for phase, seconds in start.phases.items():
             # By when it ended: an attempt's begin, in whole seconds, may be before the submission.

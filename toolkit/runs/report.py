@@ -24,7 +24,7 @@ from toolkit.runs.curves import Curve, curves_of
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.provenance import origin_lines, origin_of
-from toolkit.runs.ranks import RankWaits, waits_of
+from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import stalls_of
 from toolkit.runs.state import RunState, RunStatus
@@ -131,6 +131,7 @@ class _Facts:
     goodput: Goodput | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     steps: int | None = None
+    waits: list[RankWaits] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """What could not be had, in sentences."""
 
@@ -188,6 +189,8 @@ def _statuses(runs: "Sequence[Run]") -> Iterator[RunStatus]:
 
 def _facts(run: "Run", status: RunStatus) -> _Facts:
     facts = _Facts(run=run, status=status)
+    if run.run_dir is not None:
+        facts.waits = waits_in(run.run_dir)
     until = None if status.state.final else datetime.now().timestamp()
     try:
         with run.recorded(*_RECORDED) as folder:
@@ -432,32 +435,12 @@ def _stalls(run: "Run") -> Iterator[dict[str, str]]:
         }
 
 
-def _recorded_waits(run: "Run") -> list[RankWaits]:
-    """Return how long the ranks have waited for each other, in all attempts seen from here."""
-    if run.run_dir is None:
-        return []
-    folders = attempt_folders(run.run_dir)[-_MOST_ATTEMPTS:]
-    return [waits for folder in folders for waits in waits_of(folder)]
-
-
-def _mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
-    """Return the mean of each rank, the ranks that wait least first."""
-    sums: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for record in records:
-        for rank, share in record.waits.items():
-            sums[rank] = sums.get(rank, 0.0) + share
-            counts[rank] = counts.get(rank, 0) + 1
-    means = {rank: total / counts[rank] for rank, total in sums.items()}
-    return {rank: means[rank] for rank in sorted(means, key=means.__getitem__)}
-
-
 def _ranks(facts: _Facts) -> dict[str, Any] | None:
     """Return the table of ranks: the share of the time in which each waits, and its own step."""
-    records = _recorded_waits(facts.run)
+    records, goodput = facts.waits, facts.goodput
     if not records:
         return None
-    means, goodput = _mean_waits(records), facts.goodput
+    means = mean_waits(records)
     made = goodput.steps + goodput.steps_again if goodput else 0
     step_s = 0.0
     if goodput and made:
@@ -475,14 +458,13 @@ def _ranks(facts: _Facts) -> dict[str, Any] | None:
     return {"rows": rows, "more": len(means) - len(rows), "drawn": min(len(means), _DRAWN_RANKS)}
 
 
-def _rank_series(run: "Run") -> dict[str, Any]:
+def _rank_series(facts: _Facts) -> dict[str, Any]:
     """Return what the page draws of the ranks that wait least."""
-    records = _recorded_waits(run)
-    every = max(len(records) // _MOST_POINTS, 1)
-    records = sorted(records[::every], key=lambda record: record.time)
-    shown = sorted(itertools.islice(_mean_waits(records), _DRAWN_RANKS))
+    every = max(len(facts.waits) // _MOST_POINTS, 1)
+    records = sorted(facts.waits[::every], key=lambda record: record.time)
+    shown = sorted(itertools.islice(mean_waits(facts.waits), _DRAWN_RANKS))
     return {
-        "time": [round(record.time - run.record.created, 2) for record in records],
+        "time": [round(record.time - facts.run.record.created, 2) for record in records],
         "series": [
             {"label": f"rank {rank}", "values": [record.waits.get(rank) for record in records]}
             for rank in shown
@@ -516,7 +498,7 @@ def _data(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
     count = sum(len(one.curves) for one in facts)
     most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
     return {
-        "ranks": _rank_series(facts[0].run) if len(facts) == 1 else None,
+        "ranks": _rank_series(facts[0]) if len(facts) == 1 else None,
         "runs": [
             {
                 "name": one.run.name.rpartition("/")[2],

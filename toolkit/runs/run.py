@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
     from toolkit.runs.goodput import Goodput
     from toolkit.runs.report import Report
-    from toolkit.runs.scheduled import Scheduled
+    from toolkit.runs.scheduler_times import Scheduled
     from toolkit.runs.stacks import Exchange, Stacks
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
@@ -266,7 +266,7 @@ class Run(abc.ABC):
 
     def scheduled(self) -> "Sequence[Scheduled]":
         """Return when the scheduler queued the attempts and gave them nodes, where known."""
-        from toolkit.runs.scheduled import scheduled_in
+        from toolkit.runs.scheduler_times import scheduled_in
 
         return scheduled_in(self.run_dir) if self.run_dir else []
 

@@ -6,7 +6,7 @@ import pytest
 
 import toolkit
 from tests.fakes.kubernetes import Fault
-from tests.support.told_operations import told_operations
+from tests.support.told_operation import told_operation
 from tests.unit.kubernetes.site import (
     CANCELLED,
     PENDING,
@@ -106,7 +106,7 @@ def test_a_sweep_whose_last_point_is_refused_leaves_none(site: Site) -> None:
 
 @a_job
 def test_a_sweep_of_many_points_reports_how_many_are_submitted_and_deleted(site: Site) -> None:
-    with told_operations() as told:
+    with told_operation() as told:
         site.submit(**SWEEP)
         assert told == [], "it takes no time"
         run = site.submit(sweep={"grid": {"--lr": [f"0.{n}" for n in range(1, 18)]}})
@@ -114,7 +114,7 @@ def test_a_sweep_of_many_points_reports_how_many_are_submitted_and_deleted(site:
     assert told[1:] == [("submitting 17 runs", n, 17, f"{n} of 17") for n in range(1, 18)]
     for index in range(17):
         site.server.finish(f"{run.name}-{index}", succeeded=False)
-    with told_operations() as told:
+    with told_operation() as told:
         site.launcher.resubmit(run)
     what = "deleting the objects of 17 ended runs"
     assert told[1:18] == [(what, n, 17, f"{n} of 17") for n in range(17)]

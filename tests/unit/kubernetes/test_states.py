@@ -8,7 +8,7 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes.pods import last_words, scheduled_of
 from toolkit.kubernetes.status import Evidence, digest, queue_reason, status_of, stuck_objects
 from toolkit.kubernetes.workloads import KINDS
-from toolkit.runs.scheduled import Scheduled
+from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.state import RunState, RunStatus
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import toolkit
 from tests.conftest import Until
 from tests.fakes.kubernetes import FakeKubernetes, Fault
-from tests.support.told_operations import told_operations
+from tests.support.told_operation import told_operation
 from tests.unit.kubernetes.site import Site, every_workload, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
@@ -430,7 +430,7 @@ def test_a_file_of_a_run_is_read_in_its_own_pod_then_in_one_that_is_made_for_it(
     until(lambda: not pods(server), "its pods are gone")
     here = tmp_path / "mirror/metrics.jsonl"
     wanted = {"metrics.jsonl": here, "none.pkl": tmp_path / "none.pkl"}
-    with told_operations() as told:
+    with told_operation() as told:
         assert fetch(run, wanted) == {"none.pkl"}
     assert {what for what, *_ in told} == {"fetching files from the claim"}
     assert (0, None, "a pod starts for it") in [tuple(rest) for _, *rest in told]

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.cli.summary import goodput_lines
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
-from toolkit.runs.scheduled import Scheduled, scheduled_in
+from toolkit.runs.scheduler_times import Scheduled, scheduled_in
 from toolkit.runs.state import RunState, RunStatus
 
 SUBMITTED = 1_000_000.0

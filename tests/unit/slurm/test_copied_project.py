@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.told_operations import told_operations
+from tests.support.told_operation import told_operation
 from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.slurm.login.ssh_host import SshLoginNode
@@ -43,7 +43,7 @@ def login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshLoginNode:
 
 def test_how_much_of_the_project_has_been_copied_is_reported(login: SshLoginNode) -> None:
     folder = login.make("run-1")
-    with told_operations() as told:
+    with told_operation() as told:
         login.bring(folder)
     assert len(list(Path(folder.there, "code").iterdir())) == 20
     what = {one[0] for one in told}
@@ -57,5 +57,5 @@ def test_a_copy_that_fails_says_what_rsync_says(login: SshLoginNode) -> None:
     folder = login.make("run-1")
     shutil.rmtree(Path(folder.there, "code"))
     Path(folder.there, "code").write_text("in the way")
-    with told_operations(), pytest.raises(LauncherError, match=r"rsync to near: rsync: .*code"):
+    with told_operation(), pytest.raises(LauncherError, match=r"rsync to near: rsync: .*code"):
         login.bring(folder)

@@ -23,7 +23,7 @@ from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
-from toolkit.runs.operations import Report, operation
+from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.stacks import NO_WATCHDOG, Exchange
@@ -164,12 +164,12 @@ class SshLoginNode(LoginNode):
 
     def _sync(self, *words: str, names: bytes = b"", report: Report | None = None) -> None:
         def show(part: bytes) -> None:
-            if report is not None and (sent := _SENT.findall(part)):
+            if report and (sent := _SENT.findall(part)):
                 size, share = sent[-1]
                 text = rounded_size(int(re.sub(rb"\D", b"", size)))
                 report(int(share), 100, text)
 
-        done = self._ssh.rsync(*words, names=names, show=show)
+        done = self._ssh.rsync(*words, names=names, show=show if report else None)
         if done.returncode != 0:
             raise LauncherError(f"rsync to {self._ssh.name}: {first_line(done.stderr)}")
 

@@ -9,17 +9,17 @@ import pytest
 
 from tests.conftest import Until
 from tests.support.terminal import SEQUENCE, at_terminal, without_rich
-from toolkit.cli import operations
-from toolkit.runs.operations import operation
+from toolkit.cli import operation_line
+from toolkit.runs.long_operation import operation
 
 WAITING = r"""
 import sys, time
 import click
-from toolkit.cli import operations
-from toolkit.runs.operations import operation
+from toolkit.cli import operation_line
+from toolkit.runs.long_operation import operation
 
 try:
-    with operations.shown() as line, operation("copying [red]x\x1b[5m to login1") as report:
+    with operation_line.shown() as line, operation("copying [red]x\x1b[5m to login1") as report:
         report(1, 10, "1 of 10")
         line.clear()
         click.echo("between", err=True)
@@ -60,7 +60,7 @@ def test_a_line_at_a_terminal_goes_away_at_the_end(
 
 
 def test_without_a_terminal_each_kind_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with operations.shown():
+    with operation_line.shown():
         for _ in range(2):
             with operation("fetching \x1b[31mfiles") as report:
                 report(1, 2, "1 of 2")

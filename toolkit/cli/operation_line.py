@@ -1,4 +1,4 @@
-"""Shows the long operations of a command on stderr, so that nobody looks at a silent terminal."""
+"""The line on stderr about a long operation of a command, so that no terminal stays silent."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import Protocol
 import click
 
 from toolkit.cli.output import note
-from toolkit.runs import operations
+from toolkit.runs import long_operation
 from toolkit.text import untrusted
 
 _BETWEEN_S = 0.1
@@ -36,7 +36,7 @@ class Operations:
         self._noted: set[str] = set()
 
     @contextlib.contextmanager
-    def view(self, what: str) -> Iterator[operations.Report]:
+    def view(self, what: str) -> Iterator[long_operation.Report]:
         """Show an operation while it goes on."""
         what = untrusted.printable(what)
         if not self._draws:
@@ -63,7 +63,7 @@ class Operations:
 def shown() -> Iterator[Operations]:
     """Show the long operations of this block."""
     made = Operations()
-    with operations.shown_by(made.view):
+    with long_operation.shown_by(made.view):
         yield made
 
 

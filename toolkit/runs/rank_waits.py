@@ -4,8 +4,9 @@ Anybody may have written the records (docs/reference/run-directory.md): what is 
 out.
 """
 
+import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from toolkit.runs.log_reader import attempt_folders
 from toolkit.text import untrusted
 
 _MOST_RANKS = 1 << 20
+_MOST_ATTEMPTS = 50
 _FILE_BYTES = 256 << 20
 _LINE_BYTES = 16 << 20
 
@@ -42,11 +44,27 @@ class RankWaits:
 def newest_waits(run_dir: Path) -> RankWaits | None:
     """Return the newest record of the newest attempt; None without one."""
     folders = attempt_folders(run_dir)[-1:]
-    last = deque((waits for folder in folders for waits in waits_of(folder)), maxlen=1)
+    last = deque((waits for folder in folders for waits in _waits_of(folder)), maxlen=1)
     return last.pop() if last else None
 
 
-def waits_of(attempt: Path) -> Iterator[RankWaits]:
+def waits_in(run_dir: Path) -> list[RankWaits]:
+    """Return the records of the newest attempts, oldest first."""
+    folders = attempt_folders(run_dir)[-_MOST_ATTEMPTS:]
+    return [waits for folder in folders for waits in _waits_of(folder)]
+
+
+def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
+    """Return each rank's mean share of the time, the ranks that wait least first."""
+    shares: dict[int, list[float]] = {}
+    for record in records:
+        for rank, share in record.waits.items():
+            shares.setdefault(rank, []).append(share)
+    means = {rank: statistics.fmean(own) for rank, own in shares.items()}
+    return dict(sorted(means.items(), key=lambda item: item[1]))
+
+
+def _waits_of(attempt: Path) -> Iterator[RankWaits]:
     """Yield what an attempt has recorded, from its begin on.
 
     Args:

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 
-from toolkit.runs.operations import Report, shown_by
+from toolkit.runs.long_operation import Report, shown_by
 
 Told = list[tuple[str, float, float | None, str]]
 
 
 @contextlib.contextmanager
-def told_operations() -> Iterator[Told]:
+def told_operation() -> Iterator[Told]:
     """Give a list of what the operations of the block report: what, done, total, text."""
     told: Told = []
 

@@ -52,7 +52,7 @@ def _noted(path: Path, run_dir: Path) -> Scheduled | None:
     return None
 
 
-def before(moment: float, times: Iterable[Scheduled]) -> Scheduled | None:
+def newest_before(moment: float, times: Iterable[Scheduled]) -> Scheduled | None:
     """Return the times of the attempt that began at a moment: those that are the newest then."""
 
     def earlier() -> Iterator[Scheduled]:
