@@ -3,7 +3,9 @@
 import contextlib
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -46,17 +48,39 @@ class Operations:
             yield lambda done, total, text: None
             return
         line = self._line = _line(what)
+
+        def draw(done: float, total: float | None, text: str) -> None:
+            with _undisturbed():
+                line.draw(done, total, untrusted.printable(text))
+
         try:
-            line.draw(0, None, "")
-            yield lambda done, total, text: line.draw(done, total, untrusted.printable(text))
+            draw(0, None, "")
+            yield draw
         finally:
+            self.clear()
             self._line = None
-            line.clear()
 
     def clear(self) -> None:
         """Make room for other lines on stderr; the next report draws the line again."""
         if self._line is not None:
-            self._line.clear()
+            with _undisturbed():
+                self._line.clear()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let Ctrl-C wait until a line is drawn or taken away: half of the line would stay."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ def test_a_line_at_a_terminal_goes_away_at_the_end(
             return re.split(r"\r|\n", SEQUENCE.sub("", terminal.read()))[-1]
 
         shown = r"copying \[red\]x" if columns == 40 else r"copying \[red\]x.* 3 of 10 \[b\]"
+        until(lambda: "between" in terminal.read(), "a line in between", seen=terminal.read)
         until(lambda: re.search(shown, last()), "the line", seen=terminal.read)
         assert len(last()) <= columns
         assert r"copying [red]x\x1b[5m to" in SEQUENCE.sub("", terminal.drawn) or columns == 40
@@ -57,6 +58,20 @@ def test_a_line_at_a_terminal_goes_away_at_the_end(
         assert re.search(r"\x1b\[(2K|K)[^a-z]*between\r\n", terminal.drawn), terminal.drawn
         if library == "rich":
             assert terminal.drawn.rfind("\x1b[?25h") > terminal.drawn.rfind("\x1b[?25l")
+
+
+@pytest.mark.parametrize("library", ["rich", "none"])
+def test_ctrl_c_at_any_moment_leaves_no_half_of_a_line(
+    library: str, tmp_path: Path, until: Until
+) -> None:
+    environ = without_rich(tmp_path) if library == "none" else {}
+    busy = WAITING.replace("time.sleep(0.05)", "line.clear()")
+    for _ in range(8):
+        with at_terminal([sys.executable, "-c", busy], columns=120, rows=24, **environ) as terminal:
+            until(lambda t=terminal: "3 of 10" in t.read(), "the line", seen=terminal.read)
+            terminal.process.send_signal(signal.SIGINT)
+            assert terminal.status() == 130
+            assert re.search(r"\x1b\[(2K|K)[^a-z]*interrupted\r\n$", terminal.drawn), terminal.drawn
 
 
 def test_without_a_terminal_each_kind_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
