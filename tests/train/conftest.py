@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.train.support import held
+from tests.train.support import held, shared_gpu
 from train.rundir.files import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +29,7 @@ Record = dict[str, Any]
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs more GPUs than there are: none of it can run, in CI least of all."""
-    there = torch.cuda.device_count()
+    there = shared_gpu.ranks_at_most()
     wanted = {item: _gpus(item) for item in items}
     left_out = [item for item, count in wanted.items() if count > there]
     if left_out:
@@ -163,7 +162,8 @@ class Start:
         """`torchrun --nproc-per-node COUNT -m train`."""
         argv = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         argv += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-        argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *module, *flags]
+        program = shared_gpu.started_by_torchrun(*module, *flags)
+        argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *program]
         return self.command(argv, run_dir, attempt, env)
 
     def held(

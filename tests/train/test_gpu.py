@@ -2,7 +2,7 @@
 
 `make test-gpu`, or `pytest -m gpu tests/train` in any environment that has the packages; some
 minutes with one GPU, which is enough for most of it. What needs more GPUs than there are is left
-out, see conftest.py.
+out, see conftest.py; ranks can share one, see support/shared_gpu.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from tests.train.model.test_precision import largest, rounded
 from tests.train.parallel.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
+from tests.train.support import shared_gpu
 from tests.train.support.ladder import Case, climb
 from tests.train.support.reading import same, whole
 from train.checkpoints.planner import Staging
@@ -53,7 +54,7 @@ def test_every_arrangement_equals_one_gpu(cases: list[Case], dtype: str) -> None
 
 def gpus(most: int) -> int:
     """How many ranks to start: a power of two."""
-    count: int = min(most, torch.cuda.device_count())
+    count = min(most, shared_gpu.ranks_at_most())
     return 1 << (count.bit_length() - 1)
 
 
@@ -132,7 +133,9 @@ class Dropping(Chars):
     def tensor_plan(self, model, **given):
         plan = super().tensor_plan(model, **given)
         names = [name for name in plan if name.endswith(("attention_drop", "feed.3"))]
-        return {**plan, **{name: SequenceParallel() for name in names}}
+        # Plain tensors come out, as the sums after them need.
+        local = SequenceParallel(use_local_output=True)
+        return {**plan, **dict.fromkeys(names, local)}
 
 
 class Normed(Digits):

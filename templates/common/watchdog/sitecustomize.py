@@ -25,7 +25,9 @@ import time
 import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-RECORDER = "torch._C._distributed_c10d"
+TORCH = "torch._C._distributed_c10d"
+RECORDERS = "_dump_fr_trace_json", "_dump_nccl_trace_json"
+"""What returns torch's record of collectives: that of gloo, and that of NCCL, which has its own."""
 
 RUN_NAME = re.compile(r"-\d{4}-\d{6}-[a-z0-9]{4}$")
 """What the names of runs end with."""
@@ -51,6 +53,7 @@ def open_to_watchdog(folder: str) -> None:
     environ["TRAIN_WATCHED"] = str(pid)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its older name
         environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
+    environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # and how long GPUs take for each
     number = signal.SIGRTMIN + 20
     stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
     KEPT.append(stacks)
@@ -99,7 +102,7 @@ def go_on_in_wandb() -> None:
 
 
 def answer_for_ever(server: socket.socket) -> None:
-    """Write to each connection where the threads stand, and torch's record of its collectives."""
+    """Write to each connection where the threads stand, and torch's records of its collectives."""
     own = threading.get_ident()
     while True:
         try:
@@ -111,9 +114,10 @@ def answer_for_ever(server: socket.socket) -> None:
                     for thread, frame in sys._current_frames().items()
                     if thread != own
                 }
-                recorded = getattr(sys.modules.get(RECORDER), "_dump_fr_trace_json", None)
-                head = json.dumps({"threads": threads})
-                connection.sendall(head.encode() + b"\n" + (recorded() if recorded else b""))
+                recorders = (getattr(sys.modules.get(TORCH), name, None) for name in RECORDERS)
+                records = [recorded() for recorded in recorders if recorded]
+                head = json.dumps({"threads": threads, "records": [*map(len, records)]})
+                connection.sendall(b"".join([head.encode(), b"\n", *records]))
         except Exception:  # such as a watchdog that has hung up
             time.sleep(1)
 

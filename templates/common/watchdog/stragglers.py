@@ -5,6 +5,11 @@ wait, as long as it came after the last but one. The record does not say whether
 collective or go on, and wait in a later one: they have waited where the rank is suddenly no longer
 late. Where it is late all the time, they have waited once in each step, or more often. A step is as
 many collectives as recur in the same order with the same sizes.
+
+On GPUs (NCCL), ranks queue collectives, and when they do so says nothing. There torch measures how
+long each collective takes on the GPU: all ranks end it together, so that the last one to begin it
+takes the shortest. Clocks do not matter then. But the others may compute while the collective
+waits: what is lost is, about, at least the longest wait of each step, and at most all of its waits.
 """
 
 from array import array
@@ -13,8 +18,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
-MOST = 400
-"""So many of the newest collectives are compared."""
+MOST, MOST_ON_GPU = 400, 2000
+"""So many of the newest collectives are compared; a GPU has many in a step, which look alike."""
 
 FEWEST_STEPS = 20
 FASTER = 0.10
@@ -36,13 +41,19 @@ class Arrivals(NamedTuple):
     kinds: Sequence[int]
     """A sum of name and sizes for each; only that of the first rank is read."""
 
+    took: Sequence[float] = ()
+    """How many seconds each has taken on the rank's GPU; nothing on the CPU."""
+
 
 class Straggler(NamedTuple):
     """A rank that the others wait for."""
 
     rank: int
     faster: float
-    """By which share the run would be faster without it."""
+    """By which share the run would be faster without it; on GPUs, at least."""
+
+    at_most: float | None
+    """By which share it would be faster at most: on the CPU, the same; None if that is unknown."""
 
 
 class Comparison(NamedTuple):
@@ -56,22 +67,24 @@ class Comparison(NamedTuple):
 
 
 def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
-    """Return the newest collectives of all ranks that a rank has begun on the CPU (gloo).
+    """Return the newest collectives of all ranks: those a rank has begun, or its GPU has ended.
 
-    With NCCL, ranks only queue collectives, so that these times say nothing.
+    The GPU's are known where TORCH_NCCL_ENABLE_TIMING is set.
     """
-    begun: dict[int, Mapping[str, Any]] = {}
-    for entry in entries[-MOST:]:
-        of_all = entry["process_group"][0] == "0" and not entry["is_p2p"]
-        if of_all and entry["profiling_name"].startswith("gloo:"):
-            begun[entry["collective_seq_id"]] = entry
+    of_all = [e for e in entries if e["process_group"][0] == "0" and not e["is_p2p"]]
+    timed = [e for e in of_all if e.get("duration_ms") is not None]
+    on_gpu = [entry for entry in timed if entry["profiling_name"].startswith("nccl:")]
+    on_cpu = [entry for entry in of_all if entry["profiling_name"].startswith("gloo:")]
+    newest = on_gpu[-MOST_ON_GPU:] or on_cpu[-MOST:]
+    begun = {entry["collective_seq_id"]: entry for entry in newest}
     first = last = max(begun, default=0)
     while first - 1 in begun:
         first -= 1
     newest = [begun[number] for number in range(first, last + 1) if begun]
     words = (f"{e['profiling_name']} {e['input_sizes']} {e['input_dtypes']}" for e in newest)
     times = array("d", [entry["time_created_ns"] / 1e9 for entry in newest])
-    return Arrivals(first, times, [crc32(text.encode()) for text in words])
+    took = array("d", [entry["duration_ms"] / 1e3 for entry in newest] if on_gpu else [])
+    return Arrivals(first, times, [crc32(text.encode()) for text in words], took)
 
 
 def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Comparison | None:
@@ -81,7 +94,8 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
         arrivals: Of each rank.
         nodes: The node of each rank.
     """
-    if len(arrivals) < 2:
+    on_gpu = all(each.took for each in arrivals.values())
+    if len(arrivals) < 2 or on_gpu < any(each.took for each in arrivals.values()):
         return None
     begin = max(each.first for each in arrivals.values())
     end = min(each.first + len(each.times) for each in arrivals.values())
@@ -95,10 +109,16 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
     times = {
         rank: each.times[begin - each.first : end - each.first] for rank, each in arrivals.items()
     }
-    if len({nodes[rank] for rank in times}) > 1 and not _set_clocks(times, nodes, period):
+    if on_gpu:
+        ends = times[min(times)]  # as good as any: all ranks end a collective together
+        for rank, each in arrivals.items():
+            took = each.took[begin - each.first : end - each.first]
+            times[rank] = array("d", [end - own for end, own in zip(ends, took, strict=True)])
+    elif len({nodes[rank] for rank in times}) > 1 and not _set_clocks(times, nodes, period):
         return None
-    found = _latest(times, period)
-    return Comparison(_waits(times, period), found if found.faster >= FASTER else None)
+    found = (_latest_on_gpu if on_gpu else _latest)(times, period)
+    costs = found.at_most is None or found.at_most >= FASTER
+    return Comparison(_waits(times, period), found if costs else None)
 
 
 def _period(kinds: Sequence[int]) -> int | None:
@@ -149,23 +169,66 @@ def _middle(values: Iterable[float]) -> float:
 
 def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
     """Return the rank that comes last by the longest times, in steps of `period` collectives."""
+    rank, late, _ = _last_by_most(times)
+    lost, longest = _waited(late, period)
+    took = _took(times)
+    is_last = sum(each > 0 for each in longest) >= LAST_IN * len(longest)
+    faster = lost / (took - lost) if is_last and took > lost else 0.0
+    return Straggler(rank, faster, faster)
+
+
+def _latest_on_gpu(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
+    """Return the rank whose GPU comes last by the longest times.
+
+    Collectives that look alike may be many of a step, so that one of them tells of all ranks'
+    waits. Thus not each step is asked whether the rank is last, but as many parts of the time as
+    steps are needed.
+    """
+    rank, late, margins = _last_by_most(times)
+    late, margins = late[1:], margins[1:]  # between the first collective and the last one
+    size = -(-len(late) // FEWEST_STEPS // period) * period
+    parts = [range(begin, min(begin + size, len(late))) for begin in range(0, len(late), size)]
+    lasts = sum(
+        2 * sum(late[at] for at in part) > sum(margins[at] for at in part) for part in parts
+    )
+    if lasts < LAST_IN * len(parts) or sum(late) < LAST_IN * sum(margins):
+        return Straggler(rank, 0.0, 0.0)
+    caught_up = sum(before - after for before, after in pairwise(late) if after <= before / 2)
+    size = period if period > 1 else size
+    longest = (max(late[begin : begin + size]) for begin in range(0, len(late), size))
+    least = max(caught_up, sum(longest))
+    most, took = sum(late), _took(times)
+    at_most = most / (took - most) if most < took else None
+    return Straggler(rank, least / (took - least) if least < took else 0.0, at_most)
+
+
+def _last_by_most(
+    times: Mapping[int, Sequence[float]],
+) -> tuple[int, Sequence[float], Sequence[float]]:
+    """Return the rank that comes last by the longest times.
+
+    Returns:
+        The rank; for each collective, by how much this rank came after the last but one; and by how
+        much any rank did.
+    """
     ranks = list(times)
-    lasts, margins, ends = [], [], []
+    lasts, margins = [], []
     for column in zip(*times.values(), strict=True):
         end = max(column)
         at = column.index(end)
         lasts.append(ranks[at])
         margins.append(end - max(column[:at] + column[at + 1 :]))
-        ends.append(end)
     late_s = dict.fromkeys(ranks, 0.0)
     for rank, margin in zip(lasts, margins, strict=True):
         late_s[rank] += margin
     rank = max(ranks, key=late_s.__getitem__)
     late = [own if each == rank else 0.0 for each, own in zip(lasts, margins, strict=True)]
-    lost, longest = _waited(late, period)
-    took = ends[-1] - ends[0]
-    is_last = sum(each > 0 for each in longest) / len(longest)
-    return Straggler(rank, lost / (took - lost) if is_last >= LAST_IN and took > lost else 0.0)
+    return rank, late, margins
+
+
+def _took(times: Mapping[int, Sequence[float]]) -> float:
+    """Return the time from when all have begun the first collective until the last one."""
+    return max(own[-1] for own in times.values()) - max(own[0] for own in times.values())
 
 
 def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]]:
@@ -183,7 +246,7 @@ def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]
 def _waits(times: Mapping[int, Sequence[float]], period: int) -> dict[int, float]:
     """Return by rank in which share of the time it has waited for others."""
     ends = [max(column) for column in zip(*times.values(), strict=True)]
-    took = ends[-1] - ends[0]
+    took = _took(times)
     shares = {}
     for rank, own in times.items():
         ahead = [end - begin for end, begin in zip(ends, own, strict=True)]

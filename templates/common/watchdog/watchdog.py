@@ -168,28 +168,42 @@ def answer_of(
             server.connect(rank["socket"])
             while len(content) < MOST_BYTES and (part := server.recv(1 << 16)):
                 content += part
-        head, _, record = content.partition(b"\n")
-        threads = json.loads(head)["threads"]
+        head, _, rest = content.partition(b"\n")
+        answer = json.loads(head)
+        threads, sizes = answer["threads"], answer["records"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    entries, begin = [], 0
     try:
-        return threads, json.loads(record)["entries"]
+        for size in sizes:
+            entries += json.loads(rest[begin : begin + size])["entries"]
+            begin += size
     except (ValueError, KeyError, TypeError):
         return threads, None
+    return threads, entries if sizes else None
 
 
 def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the last collective that a rank has begun in each process group.
 
-    That is its `number`, its `name`, and whether the rank still waits in it.
+    That is its `number`, its `name`, and whether the rank still waits in it. On a GPU, ranks queue
+    collectives: `open` is the first that has not ended, and `started` whether the GPU has begun it,
+    which torch knows where TORCH_NCCL_ENABLE_TIMING is set. The backends of a group count their
+    collectives apart.
     """
     last: dict[str, dict[str, Any]] = {}
     for entry in entries:
         number, group = entry["collective_seq_id"], entry["process_group"][0]
-        if not entry["is_p2p"] and number >= last.get(group, {"number": 0})["number"]:
-            ended = entry.get("retired") or entry.get("state") == "completed"
-            name = entry["profiling_name"].rpartition(":")[2]
-            last[group] = {"number": number, "name": name, "waits": not ended}
+        backend, _, name = entry["profiling_name"].rpartition(":")
+        key = group if backend == "gloo" else f"{group} ({backend})"
+        before = last.get(key, {"number": 0, "open": None, "started": False})
+        if entry["is_p2p"] or number < before["number"]:
+            continue
+        last[key] = before | {"number": number, "name": name, "waits": False}
+        if not entry.get("retired") and entry.get("state") != "completed":
+            last[key]["waits"] = True
+            if before["open"] is None:
+                last[key] |= {"open": number, "started": entry.get("state") == "started"}
     return last
 
 
@@ -219,7 +233,10 @@ def arrivals(rank: Rank, folder: Path) -> Finding:
         begun = stragglers.arrivals_of(entries or ())
         if rank["rank"]:  # the kinds are the same on all
             begun = begun._replace(kinds=())
-    return {"rank": rank["rank"], "arrivals": begun and [begun.first, [*begun.times], begun.kinds]}
+    if begun is None:
+        return {"rank": rank["rank"], "arrivals": None}
+    newest = [begun.first, [*begun.times], begun.kinds, [*begun.took]]
+    return {"rank": rank["rank"], "arrivals": newest}
 
 
 def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, str]]:
@@ -227,8 +244,9 @@ def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, 
     begun = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
         for each in report["ranks"]:
-            first, times, kinds = each["arrivals"]
-            own = stragglers.Arrivals(int(first), array("d", times), [*map(int, kinds)])
+            first, times, kinds, took = each["arrivals"]
+            times, took = array("d", times), array("d", took)
+            own = stragglers.Arrivals(int(first), times, [*map(int, kinds)], took)
             begun[int(each["rank"])] = own, str(report["node"])
     return begun
 
@@ -240,7 +258,8 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     """Return the ranks that keep the others waiting, and why; none if no rank differs.
 
     These are, in this order: stopped processes; ranks that lack a collective which others of its
-    process group have begun; ranks outside of torch.distributed, if others are inside.
+    process group have begun; ranks whose GPU has not begun a collective that other GPUs have; ranks
+    outside of torch.distributed, if others are inside.
     """
     ranks = {each["rank"]: each for each in found}
     stopped = [rank for rank, each in ranks.items() if each["state"] in ("T", "t")]
@@ -256,7 +275,7 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
         last = {
             rank: each.get(group, nothing)
             for rank, each in known.items()
-            if group in each or group == "0"  # the default group has all ranks
+            if group in each or group.partition(" ")[0] == "0"  # the default group has all ranks
         }
         furthest = max(last.values(), key=lambda collective: int(collective["number"]))
         lacks = f"has not joined {furthest['name']} {furthest['number']} of process group {group}"
@@ -266,6 +285,8 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
                 behind.setdefault(rank, lacks)
     if behind and len(behind) < len(ranks):
         return behind
+    if on_gpu := before_what_others_started(known):
+        return on_gpu
     elsewhere = [
         rank
         for rank, each in ranks.items()
@@ -274,6 +295,22 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     if elsewhere and len(elsewhere) < len(ranks):
         return dict.fromkeys(elsewhere, "is not in torch.distributed, as the others are")
     return {}
+
+
+def before_what_others_started(
+    known: Mapping[int, Mapping[str, Mapping[str, Any]]],
+) -> dict[int, str]:
+    """Return the ranks whose GPU has not begun a collective that other GPUs have, and which."""
+    found: dict[int, str] = {}
+    for group in sorted({group for each in known.values() for group in each}):
+        waiting = {rank: each[group] for rank, each in known.items() if group in each}
+        waiting = {rank: last for rank, last in waiting.items() if last["open"] is not None}
+        started = {last["open"] for last in waiting.values() if last["started"]}
+        for rank, last in waiting.items():
+            if not last["started"] and last["open"] in started:
+                what = f"collective {last['open']} of process group {group}"
+                found.setdefault(rank, f"has queued {what}, which its GPU has not begun")
+    return found
 
 
 def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collection[int]) -> bool:
@@ -554,11 +591,19 @@ class Watchdog:
         if slow is None:
             self.record("stragglers", rank=None)
             return
+        faster = f"about {100 * slow.faster:.0f} % faster"
+        if slow.at_most != slow.faster:
+            faster = (
+                "faster" if slow.at_most is None else f"up to {100 * slow.at_most:.0f} % faster"
+            )
+            if slow.faster >= 0.01:
+                faster = f"at least about {100 * slow.faster:.0f} % faster"
         why = (
             f"rank {slow.rank} on {nodes[slow.rank]} is slower than the others, which wait for it; "
-            f"without it, this run would be about {100 * slow.faster:.0f} % faster"
+            f"without it, this run would be {faster}"
         )
-        self.record("stragglers", rank=slow.rank, faster=slow.faster, why=why)
+        shares = {"faster": slow.faster, "at_most": slow.at_most}
+        self.record("stragglers", rank=slow.rank, **shares, why=why)
         print(f"watchdog: {why}", file=sys.stderr, flush=True)
 
     def record(self, name: str, **fields: object) -> None:

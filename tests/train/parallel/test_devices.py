@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import _random
 
+from tests.train.support.ladder import double_precision, like_the_models
 from tests.train.support.making import trainer_for
 from train.cli.compatibility import problems
 from train.cli.config import Config
@@ -364,10 +365,12 @@ def test_wherever_a_model_is_made_it_gets_the_layers_of_the_device_that_it_runs_
     ],
 )
 def test_gpus_equal_one_device(strategy: Making, devices: str) -> None:
-    parts = parts_of(Digits(), devices=devices)
-    there = dataclasses.replace(
-        parts, group=RankGroup(rank_info=RankInfo(), device=torch.device("cuda", 0))
-    )
-    several, one = train(strategy(there)), train(Single(parts))
+    """In double precision: AdamW makes whole steps of the signs of mere rounding."""
+    with double_precision():
+        parts = parts_of(like_the_models(Digits()), devices=devices)
+        there = dataclasses.replace(
+            parts, group=RankGroup(rank_info=RankInfo(), device=torch.device("cuda", 0))
+        )
+        several, one = train(strategy(there)), train(Single(parts))
     for name in one:
-        torch.testing.assert_close(several[name].cpu(), one[name], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(several[name].cpu(), one[name], atol=1e-9, rtol=1e-9)

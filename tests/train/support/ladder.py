@@ -21,11 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from tests.train.support import shared_gpu
 from tests.train.support.processes import PROCESSES
 from train import session, tasks
 from train.cli.config import Config
@@ -39,6 +41,8 @@ from train.runtime.process_group import RankGroup, open_group
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks import Task
+
+AnyTask = TypeVar("AnyTask", bound=Task)
 
 STEPS = 3
 # For all cases of one world size, on a busy machine.
@@ -128,7 +132,7 @@ def trainer_of(config: Config, layout: Layout, group: RankGroup, folder: Path) -
     )
 
 
-def like_the_models(task: Task) -> Task:
+def like_the_models(task: AnyTask) -> AnyTask:
     """Give a task whose data have the type that models are made of; a Dataset's are left alone."""
 
     def converted(data: Batch | Samples) -> Batch | Samples:
@@ -268,6 +272,7 @@ def _read(cases: Sequence[Case], folder: Path) -> Iterator[tuple[str, Difference
 def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
+    shared_gpu.become_a_host(rank)
     world_size = cases[0].world_size
     rank_info = RankInfo(
         rank=rank,

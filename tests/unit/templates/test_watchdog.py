@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import Until
 from tests.support.watchdog import FOLDER, program
 
+RECORDED = Path(__file__).parents[2] / "data/recorded"
 WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
 TRAINS = [["/home/me/train.py", 41, "load"], ["/home/me/train.py", 80, "<module>"]]
 
@@ -31,7 +32,7 @@ def rank(
     number: int, last: int = 0, *, stack: Any = WAITS, state: str = "S", waits: bool = False
 ) -> dict[str, Any]:
     """Return what is found of a rank that has begun so many collectives of the default group."""
-    newest = {"number": last, "name": "all_reduce", "waits": waits}
+    newest = {"number": last, "name": "all_reduce", "waits": waits, "open": None, "started": False}
     collectives = {"0": newest} if last else {}
     found = {"rank": number, "pid": 100 + number, "state": state, "collectives": collectives}
     return {**found, "stack": stack, "threads": []}
@@ -78,6 +79,36 @@ def test_who_has_not_answered_is_not_taken_for_behind(watchdog: ModuleType) -> N
 def test_who_waits_in_an_earlier_collective_is_not_behind(watchdog: ModuleType) -> None:
     """On GPUs the other ranks go on and enqueue later ones, while one asks for a result."""
     found = [rank(0, 57, waits=True), rank(1, 59, waits=True), rank(2, 59, waits=True)]
+    assert watchdog.culprits_of(found) == {}
+
+
+def test_who_never_queues_a_collective_of_nccl_is_named(watchdog: ModuleType) -> None:
+    """The backends of a group count apart: here an object went round by gloo before."""
+    found = [rank(0, 3), rank(1, 3, stack=TRAINS)]
+    found[0]["collectives"]["0 (nccl)"] = {**rank(0, 1, waits=True)["collectives"]["0"], "open": 1}
+    lacks = "has not joined all_reduce 1 of process group 0 (nccl)"
+    assert watchdog.culprits_of(found) == {1: lacks}
+
+
+def test_whose_gpu_does_not_get_to_a_collective_is_named(watchdog: ModuleType) -> None:
+    """Records of two ranks on a GPU, as torch has written them: both have queued the same."""
+    text = (RECORDED / "nccl-kernel-hangs.json").read_text()
+    records = [json.loads(text)[f"rank {number}"]["entries"] for number in (0, 1)]
+    found = [
+        {**rank(number, stack=TRAINS), "collectives": watchdog.collectives_of(entries)}
+        for number, entries in enumerate(records)
+    ]
+    queued = {"number": 126, "name": "all_reduce", "waits": True, "open": 125}
+    assert [each["collectives"] for each in found] == [
+        {"0 (nccl)": {**queued, "started": True}},
+        {"0 (nccl)": {**queued, "started": False}},
+    ]
+    what = "has queued collective 125 of process group 0 (nccl), which its GPU has not begun"
+    assert watchdog.culprits_of(found) == {1: what}
+    # Without these times, nobody knows.
+    for entry in records[0]:
+        entry["state"] = "scheduled" if entry["state"] == "started" else entry["state"]
+    found[0]["collectives"] = watchdog.collectives_of(records[0])
     assert watchdog.culprits_of(found) == {}
 
 
@@ -324,6 +355,36 @@ def test_the_stack_of_a_rank_that_holds_the_gil_is_read(
     assert [frame[2] for frame in found["stack"]] == ["hang", "<module>"]
     assert found["collectives"] is None
     assert found["state"] in ("S", "R")
+
+
+RECORDS = """
+import json, sys, time, types
+def recorder(name):
+    entry = {"collective_seq_id": 9, "process_group": ["0", "default_pg"], "is_p2p": False,
+             "profiling_name": name, "state": "scheduled", "retired": False}
+    return lambda: json.dumps({"entries": [entry]}).encode()
+torch = sys.modules["torch._C._distributed_c10d"] = types.ModuleType("recorders")
+torch._dump_fr_trace_json = recorder("gloo:broadcast")
+torch._dump_nccl_trace_json = recorder("nccl:all_reduce")
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_records_of_both_gloo_and_nccl_are_read(watchdog: ModuleType, site: Path) -> None:
+    """A torch for GPUs has a recorder of its own for NCCL; gloo's has nothing of it."""
+    with python(site, RECORDS) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            rank = json.loads((site / "exchange/3.json").read_text())
+            found = watchdog.examine(rank, site / "exchange")["collectives"]
+        finally:
+            process.kill()
+    assert {key: each["name"] for key, each in found.items()} == {
+        "0": "broadcast",
+        "0 (nccl)": "all_reduce",
+    }
 
 
 FORKS = """
