@@ -32,8 +32,8 @@ class ToldRun(Run):
         """Nothing to stop."""
 
 
-def run_at(folder: Path | None, *, name: str = "digits") -> ToldRun:
+def run_at(folder: Path | None, *, name: str = "digits", created: float = 0.0) -> ToldRun:
     record = RunRecord(
-        uri="local://x", name=name, job="digits", profile={}, created=0.0, run_dir=folder
+        uri="local://x", name=name, job="digits", profile={}, created=created, run_dir=folder
     )
     return ToldRun(record)

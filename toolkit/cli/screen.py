@@ -15,7 +15,15 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.output import echo_lines
-from toolkit.cli.summary import NO_ROWS, Row, summary_lines, summary_of, top_lines, top_rows
+from toolkit.cli.summary import (
+    NO_ROWS,
+    GoodputSoFar,
+    Row,
+    summary_lines,
+    summary_of,
+    top_lines,
+    top_rows,
+)
 from toolkit.errors import RunLost
 from toolkit.runs.progress import ProgressReader
 from toolkit.runs.run import pauses
@@ -30,12 +38,13 @@ def watch(run: toolkit.Run) -> int:
     At a terminal, the summary takes the place of the one before. Elsewhere only the lines follow
     that have changed.
     """
+    goodput = GoodputSoFar()
     with run.watching([run], explained=True), open_screen() as screen:
         for pause_s in pauses(first_s=1.0):
             status = None if run.points else run.status()
             if status is not None and status.lost:
                 raise RunLost(f"{run.uri}: {status.reason}")
-            summary = summary_of(run, status)
+            summary = summary_of(run, status, goodput)
             screen.show_summary(summary)
             state = toolkit.RunState(summary["state"].lower())
             if state.final:

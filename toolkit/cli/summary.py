@@ -4,9 +4,11 @@ They stand apart from the commands, whose modules `toolkit --help` imports.
 """
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from toolkit.api import statuses
@@ -19,11 +21,15 @@ from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler
+from toolkit.runs.startup import waits_for
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import rounded_duration
 
 NO_ROWS = "no run of yours goes on"
 """What `toolkit top` shows then."""
+
+_GOODPUT_BYTES = 64 << 20
+"""Up to so many bytes of steps, some 300,000, `status` reads them all for the goodput so far."""
 
 
 def rows_of(
@@ -43,10 +49,46 @@ def rows_of(
     ]
 
 
-def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
+class GoodputSoFar:
+    """The goodput of a running run, computed now and then: each time all its steps are read."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._found: dict[str, Any] | None = None
+
+    def of(self, run: Run, status: RunStatus) -> dict[str, Any] | None:
+        """Return it; None where this machine does not see the run directory, or it is too large."""
+        if status.state is not RunState.RUNNING or run.run_dir is None or run.record.remote_dir:
+            return None
+        if (began := time.monotonic()) >= self._next:
+            self._found = _goodput(run, run.run_dir)
+            self._next = time.monotonic() + max(10.0, 50 * (time.monotonic() - began))
+        return self._found
+
+
+def _goodput(run: Run, run_dir: Path) -> dict[str, Any] | None:
+    try:
+        if (run_dir / "metrics.jsonl").lstat().st_size > _GOODPUT_BYTES:
+            return None
+        goodput = run.goodput()
+    except (OSError, LauncherError):
+        return None
+    lost = {bucket: s for bucket, s in goodput.seconds.items() if bucket != "productive"}
+    most = max(lost, key=lost.__getitem__)
+    share = lost[most] / goodput.elapsed_s if goodput.elapsed_s else 0.0
+    rest = f"; most of the rest: {most} ({share:.0%})" if share >= 0.005 else ""
+    return {"summary": f"{goodput.share:.0%} so far{rest}", "share": goodput.share}
+
+
+def summary_of(
+    run: Run, status: RunStatus | None = None, goodput: GoodputSoFar | None = None
+) -> dict[str, Any]:
     """Return the content of `toolkit status`; all points of a sweep are queried together.
 
-    `status` is the run's, if the caller has queried it already; for a sweep it is not used.
+    Args:
+        run: The run.
+        status: Its status, if the caller has queried it already; for a sweep it is not used.
+        goodput: The summary's before, if it is shown again and again.
     """
     if not run.points:
         status = status or run.status()
@@ -54,6 +96,8 @@ def summary_of(run: Run, status: RunStatus | None = None) -> dict[str, Any]:
         progress = _progress(run, status, {})
         return _summary(run, status) | {
             "progress": {"summary": str(progress), **asdict(progress)} if progress else None,
+            "waits_for": _waits_for(run, status, progress),
+            "goodput": (goodput or GoodputSoFar()).of(run, status),
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
@@ -114,6 +158,13 @@ def _progress(run: Run, status: RunStatus, readers: dict[str, ProgressReader]) -
     return readers[run.uri].progress()
 
 
+def _waits_for(run: Run, status: RunStatus, progress: Progress | None) -> str | None:
+    """Return what a running run waits for that has made no step since it began."""
+    if status.state is not RunState.RUNNING or run.run_dir is None:
+        return None
+    return waits_for(run.run_dir, progress)
+
+
 def _stall(run: Run, status: RunStatus) -> str | None:
     """Return why a running run is stalled."""
     if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
@@ -159,9 +210,11 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys of a summary that `toolkit status` shows, with their texts."""
     for key, value in summary.items():
-        if key == "failure" and value:
+        if key == "waits_for" and value:
+            yield "waits for", value
+        elif key == "failure" and value:
             yield key, headline(value["summary"])
-        elif key in ("progress", "ranks") and value:
+        elif key in ("progress", "ranks", "goodput") and value:
             yield key, value["summary"]
         elif key not in ("points", "expected_start") and value not in (None, ""):
             yield key, run_directory.figures(value) if isinstance(value, dict) else str(value)
@@ -203,14 +256,11 @@ def top_rows(
     for run, status in runs:
         reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
         stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
-        rows.append(
-            Row(
-                name=run.name,
-                state=status.state,
-                progress=_progress(run, status, readers),
-                note="; ".join(filter(None, [stall, _straggler(run, status), reason])),
-            )
-        )
+        progress = _progress(run, status, readers)
+        waits = f"waits for {what}" if (what := _waits_for(run, status, progress)) else ""
+        notes = [waits, stall, _straggler(run, status), reason]
+        note = "; ".join(filter(None, notes))
+        rows.append(Row(name=run.name, state=status.state, progress=progress, note=note))
     return rows
 
 

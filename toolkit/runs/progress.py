@@ -7,6 +7,7 @@ which anybody may have written.
 import contextlib
 import itertools
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ _MOST_STEPS = 1000
 _PARTS = 4
 """Into how many parts these steps are divided, to see how much their speed varies."""
 
+_RATES = ("samples_per_s", "tokens_per_s", "mfu")
+_RATED_STEPS = 50
+"""Of how many of the newest steps the median rate is shown."""
+
 
 class _Record(NamedTuple):
     start: int
@@ -40,6 +45,8 @@ class _Record(NamedTuple):
     loss: float | None
     steps: int | None
     """How many there are in all, where the record says so."""
+    rates: tuple[float | None, ...]
+    """In the order of `_RATES`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,14 @@ class Progress:
     silent_s: float
     """How long ago the last record was written, in seconds."""
 
+    samples_per_s: float | None = None
+    """What the newest records say of the speed, as their median."""
+
+    tokens_per_s: float | None = None
+
+    mfu: float | None = None
+    """Model FLOPs utilisation, from 0 to 1."""
+
     @property
     def is_silent(self) -> bool:
         """Whether no step has come for a minute, and for ten times as long as a step takes."""
@@ -91,6 +106,12 @@ class Progress:
             parts.append(f"loss {self.loss:.4g}")
         if self.step_s is not None:
             parts.append(f"{self.step_s:.3g} s per step")
+        if self.samples_per_s is not None:
+            parts.append(f"{_short(self.samples_per_s)} samples/s")
+        if self.tokens_per_s is not None:
+            parts.append(f"{_short(self.tokens_per_s)} tokens/s")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
         if self.left_s:
             spread = f" (± {rounded_duration(self.spread_s)})" if self.spread_s else ""
             parts.append(f"{rounded_duration(self.left_s)} left{spread}")
@@ -149,6 +170,7 @@ class ProgressReader:
             attempt=last.attempt,
             restart=last.restart,
             silent_s=max(now - last.when, 0.0),
+            **_rates(same),
         )
 
     def _read_on(self) -> None:
@@ -166,7 +188,8 @@ class ProgressReader:
                 loss = untrusted.finite(record.values.get("loss"))
                 steps = untrusted.whole(record.values.get("steps"))
                 place = record.attempt, record.restart, record.step
-                self._records.append(_Record(self._start, when, *place, loss, steps))
+                rates = tuple(untrusted.finite(record.values.get(name)) for name in _RATES)
+                self._records.append(_Record(self._start, when, *place, loss, steps, rates))
 
 
 def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
@@ -177,6 +200,28 @@ def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
         now: The time, in seconds since 1970; by default the present.
     """
     return ProgressReader(run_dir).progress(now=now)
+
+
+def _rates(records: Sequence[_Record]) -> dict[str, float | None]:
+    """Return the rates that the newest of a start's records have, as their medians."""
+    newest = records[-_RATED_STEPS:]
+    rates: dict[str, float | None] = {}
+    for place, name in enumerate(_RATES):
+        values = [rate for each in newest if (rate := each.rates[place]) is not None and rate > 0]
+        rates[name] = statistics.median(values) if values else None
+    return rates
+
+
+def _short(number: float) -> str:
+    """Write a rate with three digits.
+
+    >>> _short(0.25), _short(31.46), _short(4096), _short(1234567)
+    ('0.25', '31.5', '4.1k', '1.23M')
+    """
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.3g}"
 
 
 def _parsed(line: str) -> object:

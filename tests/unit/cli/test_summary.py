@@ -1,13 +1,14 @@
 """What `toolkit status` and `toolkit top` say of a run whose ranks are watched."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.told_run import ToldRun, run_at
-from toolkit.cli.summary import summary_lines, summary_of, top_lines, top_rows
+from toolkit.cli.summary import GoodputSoFar, summary_lines, summary_of, top_lines, top_rows
 from toolkit.runs.state import RunState, RunStatus
 
 SLOW = "rank 3 on n2 is slower than the others"
@@ -64,3 +65,31 @@ def test_what_is_over_is_not_shown(
 ) -> None:
     summary = summary_of(watched(tmp_path, name, first, then))
     assert summary["straggler"] is summary["stall"] is None
+
+
+def test_what_a_run_without_a_step_waits_for_is_shown_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("resources: {nnodes: 2}\n")
+    (tmp_path / "logs/attempt-0/node-0/17_x").mkdir(parents=True)
+    run = run_at(tmp_path)
+    words = "torchrun on 1 of 2 nodes: node 1"
+    assert f"waits for: {words}" in list(summary_lines(summary_of(run)))
+    (row,) = top_lines(top_rows([(run, run.status())], {}))
+    assert f"waits for {words}" in row
+    run.told = RunStatus(state=RunState.PENDING)
+    assert summary_of(run)["waits_for"] is None
+
+
+def test_the_goodput_so_far_is_shown_and_not_computed_anew_at_once(tmp_path: Path) -> None:
+    began = time.time() - 100
+    steps = [{"time": began + 50 + n, "step": n, "seconds": 1.0} for n in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    run, goodput = run_at(tmp_path, created=began), GoodputSoFar()
+    lines = summary_lines(summary_of(run, None, goodput))
+    (line,) = (one for one in lines if one.startswith("goodput"))
+    assert line == "goodput:   40% so far; most of the rest: queue (50%)"
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert summary_of(run, None, goodput)["goodput"]["share"] == pytest.approx(0.4, abs=0.01)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert summary_of(run)["goodput"] is None
+    run.told = RunStatus(state=RunState.SUCCEEDED)
+    assert summary_of(run, None, goodput)["goodput"] is None

@@ -1,0 +1,90 @@
+"""What an attempt that has made no step is waiting for: nodes, the rendezvous, or its first step.
+
+torchrun makes the folder of its logs on each node when it starts, and the folders of the ranks in
+it when all nodes have met (docs/reference/run-directory.md).
+"""
+
+import re
+import time
+from pathlib import Path
+
+from toolkit.errors import InputError
+from toolkit.runs.log_reader import attempt_numbers
+from toolkit.runs.progress import Progress
+from toolkit.text import untrusted
+from toolkit.text.quantities import rounded_duration
+from toolkit.text.yaml_reader import read_document
+
+_NODE = re.compile(r"node-(\d{1,6})")
+_MOST_NAMED = 4
+_JOB_BYTES = 1 << 20
+
+
+def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = None) -> str | None:
+    """Return what the newest attempt of a running run waits for; None once it has made a step.
+
+    None, too, where the run directory does not say it, such as before the first attempt.
+
+    Args:
+        run_dir: The run directory itself.
+        progress: How far the run is.
+        now: The time, in seconds since 1970; by default the present.
+    """
+    attempts = attempt_numbers(run_dir)
+    if not attempts or (progress is not None and progress.attempt >= attempts[-1]):
+        return None
+    folder = run_dir / f"logs/attempt-{attempts[-1]}"
+    started = _nodes_with_torchrun(folder, run_dir)
+    ranks = [path for path in started.values() if path is not None]
+    if ranks:
+        now = time.time() if now is None else now
+        ages = [now - path.lstat().st_mtime for path in ranks if path.exists()]
+        since = f"; its ranks started {rounded_duration(max(max(ages), 0.0))} ago" if ages else ""
+        return f"the first step{since}"
+    nnodes = _nnodes(run_dir)
+    if nnodes is None or nnodes == 1:
+        return "torchrun" if not started else "the start of its ranks"
+    if len(started) >= nnodes:
+        return f"the rendezvous of {nnodes} nodes"
+    return f"torchrun on {_missing(folder, run_dir, started, nnodes)}"
+
+
+def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
+    """Return by node, or pod, where torchrun has started, the folder of its ranks if there is."""
+    started: dict[str, Path | None] = {}
+    for node in untrusted.entries(folder, below=run_dir):
+        if not node.is_folder or node.name == "watchdog":
+            continue
+        for logs in untrusted.entries(folder / node.name, below=run_dir):
+            if logs.is_folder:
+                ranks = folder / node.name / logs.name / "attempt_0"
+                has_ranks = bool(untrusted.entries(ranks, below=run_dir))
+                started[node.name] = ranks if has_ranks else started.get(node.name)
+    return started
+
+
+def _missing(folder: Path, run_dir: Path, started: dict[str, Path | None], nnodes: int) -> str:
+    """Name the nodes without a torchrun, as far as they have numbers."""
+    share = f"{nnodes - len(started)} of {nnodes} nodes"
+    if any(_NODE.fullmatch(name) is None for name in started):  # pods
+        return share
+    try:
+        hosts = untrusted.read_text(folder / "nodes", below=run_dir).split()
+    except (OSError, ValueError):
+        hosts = []
+    lacking = [number for number in range(nnodes) if f"node-{number}" not in started]
+    names = [hosts[n] if len(hosts) == nnodes else f"node {n}" for n in lacking[:_MOST_NAMED]]
+    more = ", …" if len(lacking) > _MOST_NAMED else ""
+    return f"{share}: {', '.join(map(untrusted.printable, names))}{more}"
+
+
+def _nnodes(run_dir: Path) -> int | None:
+    """Return how many nodes the job starts with, at least."""
+    try:
+        text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES, below=run_dir)
+        job = untrusted.mapping(read_document(text, "job.yaml").data)
+    except (OSError, InputError):
+        return None
+    nnodes = untrusted.mapping(job.get("resources")).get("nnodes", 1)
+    least = untrusted.mapping(nnodes).get("min") if isinstance(nnodes, dict) else nnodes
+    return untrusted.whole(least, least=1, most=1 << 20)
