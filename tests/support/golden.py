@@ -58,10 +58,12 @@ def main() -> None:
     """Write every example, the reference pages and the schemas again."""
     for path, example in EXAMPLES.items():
         (ROOT / path).write_text(rendered(*example))
-    schema = json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False)
+    schemas = {"job": toolkit.json_schema(), "profile": toolkit.profile_schema()}
     for path, text in PAGES.items():
         (ROOT / path).write_text(text)
-    (ROOT / "docs/reference/job.schema.json").write_text(schema + "\n")
+    for name, schema in schemas.items():
+        text = json.dumps(schema, indent=2, ensure_ascii=False)
+        (ROOT / f"docs/reference/{name}.schema.json").write_text(f"{text}\n")
     packaged_schemas.PATH.write_text(packaged_schemas.text())
 
 

@@ -124,7 +124,9 @@ def _is_of_kubernetes(name: str) -> bool:
         return False  # toolkit.check() reports the problem if it needs the profile
 
 
-@cli.command(epilog=example("toolkit schema > docs/reference/job.schema.json"))
-def schema() -> None:
-    """Print the JSON Schema of the job file, for editors."""
-    click.echo(json.dumps(toolkit.json_schema(), indent=2, ensure_ascii=False))
+@cli.command(epilog=example("toolkit schema profile > profile.schema.json"))
+@click.argument("what", type=click.Choice(["job", "profile"]), default="job")
+def schema(what: str) -> None:
+    """Print the JSON Schema of the job file, or of profiles, for editors."""
+    made = toolkit.json_schema() if what == "job" else toolkit.profile_schema()
+    click.echo(json.dumps(made, indent=2, ensure_ascii=False))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from toolkit.errors import InputError, Problem, did_you_mean
-from toolkit.job.types import FrozenModel
+from toolkit.job.types import VERSION, FrozenModel, newer_than_known
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
@@ -116,6 +116,7 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     Raises:
         InputError: of `error_type`, with every problem of the document.
     """
+    refuse_newer(document, error_type)
     problems = list(document.problems)
     if not isinstance(document.data, dict):
         kind = "is empty" if document.data is None else "is not a mapping of keys to values"
@@ -147,6 +148,18 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
         return (problem.place or "", 0) if number is None else (source, number)
 
     raise error_type(sorted(problems, key=by_line))
+
+
+def refuse_newer(document: Document, error_type: type[InputError]) -> None:
+    """Make sure that the document's format is not a newer one, whose other keys mean anything.
+
+    Raises:
+        InputError: of `error_type`, with the version as the only problem.
+    """
+    version = document.data.get("version") if isinstance(document.data, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        message = f"version: {newer_than_known(version)}"
+        raise error_type([Problem(place=document.place(("version",)), message=message)])
 
 
 _NOT_WRITTEN = ("[key]", "[count]", "[range]")

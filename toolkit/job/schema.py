@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,30 +10,34 @@ from pydantic import BaseModel
 from toolkit.job.sbatch_options import ALLOWED, FLAGS, OPTIONAL, VALUED
 from toolkit.job.spec import WISHES, JobSpec
 from toolkit.job.sweep import SWEEP_KEY
-from toolkit.job.types import ENV_NAME, RESERVED_NAMES, FrozenModel
+from toolkit.job.types import ENV_NAME, RESERVED_NAMES, VERSION, FrozenModel
+
+_NAMES = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
+"""The schema of names of variables."""
+
+
+def head_of(name: str) -> dict[str, str]:
+    """Return the first keys of a schema: the dialect, and its own identity with the version."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:torch-deploy-toolkit:schema:{name}:{VERSION}",
+    }
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the job file; descriptions are the docstrings of the fields."""
-    schema = JobSpec.model_json_schema(by_alias=True)
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-    names = {"type": "string", "pattern": f"^(?!(?:{RESERVED_NAMES.pattern})$){ENV_NAME}$"}
+    schema = {**head_of("job"), **JobSpec.model_json_schema(by_alias=True)}
     place = {"anyOf": [{"$ref": "#/$defs/Secret"}, {"type": "null"}]}
     schema["properties"] |= {
-        "env": {
-            "type": "object",
-            "propertyNames": names,
-            "additionalProperties": {"type": "string"},
-            "default": {},
-        },
+        "env": env_schema(),
         "secrets": {
             "anyOf": [
-                {"type": "array", "items": names, "uniqueItems": True},
-                {"type": "object", "propertyNames": names, "additionalProperties": place},
+                {"type": "array", "items": _NAMES, "uniqueItems": True},
+                {"type": "object", "propertyNames": _NAMES, "additionalProperties": place},
             ],
             "default": {},
         },
-        "sbatch": _sbatch_schema(),
+        "sbatch": sbatch_schema(),
         "after": _after_schema(),
     }
     schema["$defs"]["Sweep"]["properties"] |= _sweep_schema()
@@ -54,20 +58,32 @@ def json_schema() -> dict[str, Any]:
         }
         for needed, left_out in ((("secret", "key"), ("file",)), (("file",), ("secret", "key")))
     ]
-    ours = (m for m in FrozenModel.__subclasses__() if m.__module__.startswith("toolkit.job."))
-    models = {model.__name__: model for model in ours}
-    for model_name, part in {"JobSpec": schema, **schema["$defs"]}.items():
-        model = models[model_name]
-        for name, text in field_docstrings(model).items():
-            alias = model.model_fields[name].alias or name
-            # A description beside a $ref does not replace that of the reference.
-            part["properties"][alias]["description"] = text
-            part["properties"][alias].pop("title", None)
+    describe({"JobSpec": schema, **schema["$defs"]})
     schema["oneOf"] = [
         {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
         for key in ("module", "script", "command")
     ]
     return schema
+
+
+def describe(parts: Mapping[str, Any]) -> None:
+    """Add the docstrings of the fields to the schemas of our models, by the models' names."""
+    models = {m.__name__: m for m in _below(FrozenModel) if m.__module__.startswith("toolkit.")}
+    for model_name, part in parts.items():
+        model = models[model_name]
+        owners = [owner for owner in model.__mro__ if owner in models.values()]
+        for owner in reversed(owners):
+            for name, text in field_docstrings(owner).items():
+                alias = model.model_fields[name].alias or name
+                # A description beside a $ref does not replace that of the reference.
+                part["properties"][alias]["description"] = text
+                part["properties"][alias].pop("title", None)
+
+
+def _below(model: type[FrozenModel]) -> Iterator[type[FrozenModel]]:
+    for inner in model.__subclasses__():
+        yield inner
+        yield from _below(inner)
 
 
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
@@ -86,7 +102,18 @@ def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
     return docstrings
 
 
-def _sbatch_schema() -> dict[str, Any]:
+def env_schema() -> dict[str, Any]:
+    """Return the schema of a mapping of variables to their values."""
+    return {
+        "type": "object",
+        "propertyNames": _NAMES,
+        "additionalProperties": {"type": "string"},
+        "default": {},
+    }
+
+
+def sbatch_schema() -> dict[str, Any]:
+    """Return the schema of more options of sbatch."""
     text = {"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]+$"}
     gres = {**text, "not": {"pattern": "(^|,)(gres[/:])?gpu(:|=|,|$)"}}
     number, flag, nothing = {"type": "integer"}, {"const": True}, {"type": "null"}

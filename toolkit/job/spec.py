@@ -249,6 +249,9 @@ After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
 class JobSpec(FrozenModel):
     """One training job."""
 
+    version: types.FormatVersion = types.VERSION
+    """The version of the [format](formats.md) in which the file is written."""
+
     name: types.JobName
     """The job's name; runs are called NAME-DATE-TIME-XXXX."""
 

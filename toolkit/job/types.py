@@ -303,12 +303,36 @@ FolderPath = Annotated[
     refusing(
         lambda value: not value or value.startswith("~"), "is not expanded; write the whole path"
     ),
+    schema_extra(pattern="^[^~]"),
 ]
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
 Flag = Annotated[bool, Strict()]
 PositiveInt = Annotated[int, Strict(), Field(ge=1)]
 NaturalInt = Annotated[int, Strict(), Field(ge=0)]
 Amount = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+
+VERSION = 1
+"""The version of job files and profiles that is read; see docs/reference/formats.md."""
+
+
+def newer_than_known(version: int) -> str:
+    """Return the reason why a file of a newer version is refused."""
+    return f"{version} is newer than {VERSION}, which this toolkit reads; upgrade the toolkit"
+
+
+def _known_version(value: int) -> int:
+    if value > VERSION:
+        raise ValueError(newer_than_known(value))
+    if value < VERSION:
+        raise ValueError(f"there is no version {value}; write {VERSION}, or leave the key out")
+    return value
+
+
+# Not written with a model: toolkits that do not know the key read what is stored.
+FormatVersion = Annotated[
+    int, Strict(), Checked(_known_version), Field(exclude=True, json_schema_extra={"const": 1})
+]
+"""The version of the file's format."""
 
 
 def secrets_by_name(value: object) -> object:

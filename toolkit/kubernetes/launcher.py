@@ -211,7 +211,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
 
         None if no such run exists, the cluster has none of its objects, or the run has ended.
         """
-        kind, stored = KINDS[plan.workload], profile.model_dump(mode="json", by_alias=True)
+        kind, stored = KINDS[plan.workload], plan.recorded(profile)
         for data in list(submission_journal.orphans(self._intents)):
             record = registry.parse(data.get("record"))
             if record is None or record.profile != stored or data.get("files"):

@@ -76,9 +76,13 @@ class LaunchPlan:
         return self.profile.kind == "kubernetes"
 
     def recorded(self, profile: Profile) -> dict[str, Any]:
-        """Return a profile as the record of a run holds it, with the job's own `notify`."""
+        """Return a profile as the record of a run holds it, with the job's own `notify`.
+
+        Keys without a value are left out: an older toolkit that does not know them reads the rest.
+        """
         profile = profile.model_copy(update={"notify": self.notify})
-        return profile.model_dump(mode="json", by_alias=True)
+        stored = profile.model_dump(mode="json", by_alias=True)
+        return {key: value for key, value in stored.items() if value is not None}
 
     @property
     def template(self) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 from toolkit import launcher_plugins
 from toolkit.errors import Problem, ProfileError, did_you_mean
 from toolkit.job import types
-from toolkit.job.loader import validate
+from toolkit.job.loader import refuse_newer, validate
 from toolkit.job.spec import Notify
 from toolkit.job.types import FrozenModel, Text
 from toolkit.text import secret_scan
@@ -47,6 +47,9 @@ class Price(FrozenModel):
 
 class SiteProfile(FrozenModel):
     """The settings of every kind of site."""
+
+    version: types.FormatVersion = types.VERSION
+    """The version of the [format](formats.md) in which the file is written."""
 
     name: Text = ""
     """The profile's name; by default the file's."""
@@ -189,6 +192,7 @@ def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
 
 def _read(path: Path) -> "Profile":
     document = read_file(path, ProfileError)
+    refuse_newer(document, ProfileError)
     data: Any = document.data
     kind = data.get("kind") if isinstance(data, dict) else None
     model = model_of(kind)

@@ -112,7 +112,7 @@ class Topology(FrozenModel):
     key: LabelKey
     """The label with a node's location, like `topology.kubernetes.io/zone`."""
 
-    required: bool = False
+    required: types.Flag = False
     """Whether the run waits for nodes with the same value, instead of taking any."""
 
 
@@ -194,7 +194,9 @@ class KubernetesProfile(SiteProfile):
     tolerations: tuple[Toleration, ...] = ()
     """Taints of nodes that the pods tolerate."""
 
-    lost_node_toleration_s: types.Duration = Field(default=30, alias="lost_node_toleration")
+    lost_node_toleration_s: types.Duration = Field(
+        default=30, alias="lost_node_toleration", json_schema_extra={"default": "30s"}
+    )
     """How long a pod stays on a node that is not ready or unreachable before another pod replaces
     it; by itself Kubernetes would wait for five minutes."""
 

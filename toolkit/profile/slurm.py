@@ -95,7 +95,9 @@ class SlurmProfile(SiteProfile):
     """Lines of bash to run at the end of the script, however it ends: remove the job's files from
     local disks. They cannot change the exit status; after the loss of a node they do not run."""
 
-    kill_wait_s: types.Duration = Field(default=30, alias="kill_wait")
+    kill_wait_s: types.Duration = Field(
+        default=30, alias="kill_wait", json_schema_extra={"default": "30s"}
+    )
     """The cluster's KillWait: the time between SIGTERM and SIGKILL after scancel."""
 
     modules: tuple[types.Word, ...] = ()

@@ -272,8 +272,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
         ("resources: {shm_bytes: 4GB}",
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
-        ('"\\0": x', "unknown key '\\x00'; valid are name, module, script, command, args, image, "
-         "workdir, resources, time_limit, env, stop, retries, stall_timeout, log_pattern, "
+        ('"\\0": x', "unknown key '\\x00'; valid are version, name, module, script, command, args, "
+         "image, workdir, resources, time_limit, env, stop, retries, stall_timeout, log_pattern, "
          "log_rank, notify, secrets, sbatch, mounts, kubernetes, sweep, after"),
     ],
 )  # fmt: skip

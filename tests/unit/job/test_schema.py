@@ -43,6 +43,7 @@ def test_the_schema_is_valid() -> None:
 def test_every_key_at_every_level_is_described() -> None:
     found = dict(properties(SCHEMA))
     assert list(found) == [
+        ".version",
         ".name",
         ".module",
         ".script",
