@@ -17,7 +17,7 @@ _NAMES = {
     "api": "ask_site list_runs open_run resubmit run statuses submit wait",
     "checks": "Finding check",
     "errors": (
-        "InputError LauncherError PlanError Problem ProfileError RenderError RunLost "
+        "InputError LauncherError NewerFormat PlanError Problem ProfileError RenderError RunLost "
         "RunNotFound SchedulerMissing SpecError ToolkitError"
     ),
     "functions": "DebugExecutor KubernetesExecutor LocalExecutor SlurmExecutor attach",
@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.errors import (
         InputError as InputError,
         LauncherError as LauncherError,
+        NewerFormat as NewerFormat,
         PlanError as PlanError,
         Problem as Problem,
         ProfileError as ProfileError,

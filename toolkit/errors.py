@@ -9,6 +9,7 @@
     │   ├── PlanError           a job file and a profile that do not fit together
     │   └── RenderError         a value that a script or manifest cannot hold
     └── LauncherError           exit status 1: the scheduler refused, or cannot be reached
+        ├── NewerFormat         a run has written a version that is not known here
         ├── SchedulerMissing    no scheduler can be reached from here
         └── RunNotFound         exit status 2: no such run
             └── RunLost         exit status 1: the run existed, but its data are gone
@@ -84,6 +85,10 @@ class LauncherError(ToolkitError):
 
     answer: str = ""
     """The scheduler's own message, or an empty text."""
+
+
+class NewerFormat(LauncherError):
+    """What a run has written is of a version that this toolkit does not know."""
 
 
 class SchedulerMissing(LauncherError):

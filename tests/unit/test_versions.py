@@ -1,11 +1,22 @@
 """Versions: of what people write, and of what runs write, each with a refusal of one line."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import toolkit
-from toolkit.errors import ProfileError, SpecError
+from tests.conftest import ROOT
+from toolkit.cli import cli
+from toolkit.errors import NewerFormat, ProfileError, SpecError
+from toolkit.runs import run_directory
+from toolkit.runs.forward import forward
+from toolkit.runs.notebook import html_of
+from toolkit.runs.progress import progress_of
+from train.rundir.files import Outcome, RunDirectory, read_lines
+from train.runtime.rank import RankInfo
 
 JOB = "name: a\nmodule: m\n"
 
@@ -68,3 +79,132 @@ def test_what_is_no_version_is_refused(tmp_path: Path, value: str, reason: str) 
     path = tmp_path / "x.yaml"
     assert refusal(path, f"{JOB}version: {value}\n") == f"{path}:3: version: {reason}"
     assert refusal(path, f"kind: local\nversion: {value}\n") == f"{path}:2: version: {reason}"
+
+
+RUN = ROOT / "tests/data/recorded-0.1/runs/digits-1127-135016-d5c5"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of this version, in which a test raises the version of some file."""
+    return shutil.copytree(RUN, tmp_path / "run")
+
+
+def raise_version(path: Path, version: object = 2) -> str:
+    """Raise the version in the last record of a file; return what is said of it."""
+    text = path.read_text()
+    head, found, tail = text.rpartition('"version": 1')
+    assert found
+    path.write_text(f'{head}"version": {json.dumps(version)}{tail}')
+    shown = str(version)[:20]
+    return f"{path.name} is of version {shown}, and this toolkit reads 1; upgrade the toolkit"
+
+
+def printed(*argv: str) -> tuple[int, str, str]:
+    """Return exit status, output and errors of a command; a traceback fails the test."""
+    done = CliRunner().invoke(cli, argv)
+    assert done.exception is None or isinstance(done.exception, SystemExit | NewerFormat)
+    if isinstance(done.exception, NewerFormat):  # main() prints it as one line
+        return done.exception.exit_status, done.stdout, str(done.exception)
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("version", [2, "2.0", None, [1]])
+def test_a_newer_outcome_counts_as_none_and_is_told(run_dir: Path, version: object) -> None:
+    said = raise_version(run_dir / "outcome.json", version)
+    assert run_directory.outcome(run_dir) is None
+    status = run_directory.ended_status(run_dir)
+    # What the script has written still says how it ended.
+    assert (status.state, status.reason) == (toolkit.RunState.SUCCEEDED, said)
+    (run_dir / "logs/attempt-0/exit_status").write_text("1\n")
+    (run_dir / "logs/attempt-0/reason").write_text("fatal: rank 0: x; not again\n")
+    status = run_directory.ended_status(run_dir)
+    assert (status.state, status.reason) == (
+        toolkit.RunState.FAILED,
+        f"fatal: rank 0: x; not again; {said}",
+    )
+    shutil.rmtree(run_dir / "logs/attempt-0")
+    status = run_directory.ended_status(run_dir)
+    assert (status.state, status.reason, status.lost) == (toolkit.RunState.UNKNOWN, said, True)
+
+
+def test_status_tells_of_newer_metrics_in_one_line(run_dir: Path) -> None:
+    said = raise_version(run_dir / "metrics.jsonl")
+    code, out, _ = printed("status", str(run_dir))
+    assert code == 0
+    assert [line for line in out.splitlines() if "version" in line] == [f"unread:    {said}"]
+    _, out, _ = printed("status", str(run_dir), "--json")
+    assert (json.loads(out)["metrics"], json.loads(out)["unread"]) == (None, said)
+    assert run_directory.last_figures(run_dir) == said
+    assert progress_of(run_dir) is None
+
+
+def test_a_notebook_tells_of_newer_metrics(run_dir: Path) -> None:
+    said = raise_version(run_dir / "metrics.jsonl")
+    assert html_of(toolkit.open_run(str(run_dir))).count(said) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "outcome.json"])
+def test_goodput_is_not_told_from_what_is_newer(run_dir: Path, name: str) -> None:
+    said = raise_version(run_dir / name)
+    code, out, errors = printed("goodput", str(run_dir))
+    assert (code, out, errors) == (1, "", said)
+
+
+def test_metrics_and_trackers_take_nothing_that_is_newer(run_dir: Path, tmp_path: Path) -> None:
+    said = raise_version(run_dir / "metrics.jsonl")
+    run = toolkit.open_run(str(run_dir))
+    with pytest.raises(NewerFormat, match=said):
+        run.metrics()
+    with pytest.raises(NewerFormat, match=said):
+        forward([run], "prometheus", tmp_path / "out.prom", follow=False)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_report_tells_what_it_leaves_out(run_dir: Path, tmp_path: Path, name: str) -> None:
+    said = raise_version(run_dir / name)
+    page = tmp_path / "page.html"
+    assert printed("report", str(run_dir), "--output", str(page))[0] == 0
+    # Among the versions of the run, too, which events tell.
+    assert page.read_text().count(said) == (2 if name == "events.jsonl" else 1)
+
+
+def test_show_tells_of_newer_events(run_dir: Path) -> None:
+    said = raise_version(run_dir / "events.jsonl")
+    code, out, _ = printed("show", str(run_dir))
+    assert code == 0
+    assert out.splitlines()[-1] == f"unread:      {said}"
+    assert "torch:" not in out
+
+
+def test_records_without_a_version_are_of_the_first(run_dir: Path) -> None:
+    for name in ("metrics.jsonl", "events.jsonl", "outcome.json"):
+        path = run_dir / name
+        path.write_text(path.read_text().replace('"version": 1,', ""))
+    run = toolkit.open_run(str(run_dir))
+    assert run_directory.ended_status(run_dir).state is toolkit.RunState.SUCCEEDED
+    assert (run.goodput().steps, len(run.metrics())) == (6, 6)
+
+
+# ---- train
+
+
+def test_train_leaves_an_outcome_of_another_version_as_it_is(run_dir: Path) -> None:
+    raise_version(run_dir / "outcome.json")
+    before = (run_dir / "outcome.json").read_bytes()
+    directory = RunDirectory(run_dir, RankInfo(attempt=1))
+    said = f"{run_dir}/outcome.json is of version 2, and this program writes 1"
+    assert (directory.read_outcome(), directory.other_version()) == (None, said)
+    outcome = directory.outcome_after(None, "fatal", "a mistyped flag", steps=None)
+    assert isinstance(outcome, Outcome)
+    assert not directory.write_outcome(outcome, early=True)
+    assert not directory.write_outcome(outcome)
+    assert not directory.advance(outcome)
+    assert directory.superseded()
+    assert (run_dir / "outcome.json").read_bytes() == before
+
+
+def test_train_passes_over_lines_of_another_version(run_dir: Path) -> None:
+    lines = len(read_lines(run_dir / "events.jsonl"))
+    raise_version(run_dir / "events.jsonl")
+    assert len(read_lines(run_dir / "events.jsonl")) == lines - 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.api import statuses
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, NewerFormat
 from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
@@ -113,7 +113,7 @@ def summary_of(
             "reason": mask.hide(status.reason),
             "settings": dict(point.settings),
             "run_dir": str(point.run_dir),
-            "metrics": run_directory.last_metrics(point.run_dir) if point.run_dir else None,
+            **_metrics(point.run_dir),
         }
         for point, status in zip(run.points, point_statuses, strict=True)
     ]
@@ -143,10 +143,18 @@ def _summary(
             "expected_start": status.expected_start or None,
             "created": created.isoformat(timespec="seconds"),
             "run_dir": str(folder) if folder else None,
-            "metrics": run_directory.last_metrics(folder) if folder else None,
+            **_metrics(folder),
         }
         | ({"remote": run.record.remote} if run.record.remote else {})
     )
+
+
+def _metrics(folder: Path | None) -> dict[str, Any]:
+    """Return the newest figures, or why they are not read."""
+    try:
+        return {"metrics": run_directory.last_metrics(folder) if folder else None}
+    except NewerFormat as error:
+        return {"metrics": None, "unread": str(error)}
 
 
 def _progress(run: Run, status: RunStatus, readers: dict[str, ProgressReader]) -> Progress | None:
@@ -223,7 +231,8 @@ def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def point_text(point: Mapping[str, Any]) -> str:
     """Return what is shown of a sweep's point beside its state: newest metrics, and the reason."""
     reason = point["reason"].partition("\n")[0]
-    return "; ".join(filter(None, [run_directory.figures(point["metrics"] or {}), reason]))
+    figures = run_directory.figures(point["metrics"] or {}) or point.get("unread")
+    return "; ".join(filter(None, [figures, reason]))
 
 
 @dataclass(frozen=True, kw_only=True)

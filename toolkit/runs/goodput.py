@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.runs import scheduler_times
+from toolkit.runs.record_version import require_known
 from toolkit.runs.scheduler_times import Scheduled
 from toolkit.text import untrusted
 
@@ -274,6 +275,9 @@ def goodput_of(
         submitted: When the run was submitted, in seconds since 1970; by default, when it began.
         until: The end for a run that goes on; by default, the last moment that it has recorded.
         times: What the scheduler says of the attempts, in any order.
+
+    Raises:
+        NewerFormat: one of them is of a version that is not known here.
     """
     starts = _read_starts(folder)
     clock = _Clock(submitted)
@@ -301,7 +305,7 @@ def goodput_of(
         held += ranks * (sum(clock.seconds.values()) - sum(before.values()))
         productive += ranks * (clock.seconds["productive"] - before["productive"])
     all_counted = bool(starts) and all(start.ranks for start in starts)
-    last = untrusted.moment(untrusted.mapping(_outcome(folder)).get("time"))
+    last = untrusted.moment(_outcome(folder).get("time"))
     clock.advance("other", max(filter(None, (last, until)), default=clock.now))
     return Goodput(
         elapsed_s=sum(clock.seconds.values()),
@@ -451,13 +455,14 @@ def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], float]]:
     Read line by line: of a run of millions of steps, the file has gibibytes.
     """
     for value in untrusted.stream_json(path, limit=_BYTES, line_limit=_LINE_BYTES):
-        row = untrusted.mapping(value)
+        row = require_known(untrusted.mapping(value), path.name)
         if (when := untrusted.moment(row.get("time"))) is not None:
             yield row, when
 
 
-def _outcome(folder: Path) -> Any:
+def _outcome(folder: Path) -> Mapping[str, Any]:
     try:
-        return untrusted.read_json(folder / "outcome.json")
+        content = untrusted.mapping(untrusted.read_json(folder / "outcome.json"))
     except (OSError, ValueError):
-        return None
+        return {}
+    return require_known(content, "outcome.json")

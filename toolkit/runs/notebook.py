@@ -1,14 +1,15 @@
 """What a notebook shows of a run: its state, how far it is, and the curve of its loss."""
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, NewerFormat
 from toolkit.rendering import page_environment
 from toolkit.runs import run_directory
-from toolkit.runs.run_directory import figures, read_metrics
+from toolkit.runs.run_directory import figures, last_figures, read_metrics
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
@@ -93,7 +94,9 @@ def _extent_of(run: "Run", points: Sequence[RunStatus] = ()) -> _Extent | None:
     if (folder := run.live_dir()) is None:
         return None
     steps = untrusted.whole((run_directory.outcome(folder) or {}).get("steps"))
-    done = untrusted.whole((run_directory.last_metrics(folder) or {}).get("step"))
+    done = None
+    with contextlib.suppress(NewerFormat):  # the page tells it
+        done = untrusted.whole((run_directory.last_metrics(folder) or {}).get("step"))
     return None if steps is None else _Extent(done or 0, steps, "steps")
 
 
@@ -110,18 +113,21 @@ def html_of(run: "Run") -> str:
 def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
     mask = mask_of(run.run_dir)
-    rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
+    rows, unread = list[dict[str, Any]](), ""
+    try:
+        rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
+    except NewerFormat as error:
+        unread = str(error)
     points = [
         {
             "name": point.name.rpartition("/")[2],
             "settings": point.settings,
             "state": status.state.upper(),
             "colour": _COLOURS[status.state],
-            "said": mask.hide("; ".join(filter(None, [figures(newest or {}), reason]))),
+            "said": mask.hide("; ".join(filter(None, [last_figures(point.run_dir), reason]))),
         }
         for point, status in list(zip(run.points, statuses, strict=False))[:_MOST_POINTS]
         for reason in [status.reason.partition("\n")[0]]
-        for newest in [run_directory.last_metrics(point.run_dir) if point.run_dir else None]
     ]
     values = {
         "name": run.name,
@@ -132,7 +138,7 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "reason": mask.hide(now.reason),
         "extent": _extent_of(run, statuses),
         "curve": Curve.of(rows),
-        "figures": figures(rows[-1]) if rows else "",
+        "figures": figures(rows[-1]) if rows else unread,
         "keys": sorted({key for point in run.points for key in point.settings}),
         "points": points,
         "more": max(0, len(statuses) - _MOST_POINTS),

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, NewerFormat
+from toolkit.runs.record_version import require_known
 from toolkit.text import secret_scan, untrusted
 
 if TYPE_CHECKING:
@@ -74,12 +75,16 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
-    """Return what the newest start of the ranks has recorded about its versions and nodes."""
+    """Return what the newest start of the ranks has recorded about its versions and nodes.
+
+    Raises:
+        NewerFormat: a record is of a version that is not known here.
+    """
     newest: dict[str, Any] = {}
     for value in untrusted.stream_json(
         folder / "events.jsonl", limit=_EVENTS_BYTES, line_limit=_LINE_BYTES
     ):
-        row = untrusted.mapping(value)
+        row = require_known(untrusted.mapping(value), "events.jsonl")
         if row.get("event") == "environment":
             newest = row
     return newest
@@ -93,12 +98,18 @@ def origin_of(run: "Run") -> dict[str, Any]:
     made = dict(run.record.provenance)
     folder = run.run_dir
     if folder is not None:  # the list of runs has no diffs
-        with contextlib.suppress(OSError, ValueError):
-            launch = untrusted.read_json(folder / "launch.json")
-            made |= untrusted.mapping(untrusted.mapping(launch).get("provenance"))
+        with contextlib.suppress(OSError, ValueError, NewerFormat):
+            launch = untrusted.mapping(untrusted.read_json(folder / "launch.json"))
+            made |= untrusted.mapping(require_known(launch, "launch.json").get("provenance"))
     environment: dict[str, Any] = {}
-    with contextlib.suppress(LauncherError), run.recorded("events.jsonl") as recorded:
-        environment = environment_of(recorded)
+    unread = {}
+    try:
+        with run.recorded("events.jsonl") as recorded:
+            environment = environment_of(recorded)
+    except NewerFormat as error:
+        unread = {"unread": str(error)}
+    except LauncherError:
+        pass  # the run directory cannot be seen from here
     created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
         "uri": run.uri,
@@ -111,6 +122,7 @@ def origin_of(run: "Run") -> dict[str, Any]:
         "python": made.get("python"),
         "git": untrusted.mapping(made.get("git")) or None,
         "environment": {key: environment.get(key) for key in _ENVIRONMENT} if environment else None,
+        **unread,
     }
 
 
@@ -133,3 +145,5 @@ def origin_lines(origin: Mapping[str, Any]) -> Iterator[str]:
         for node in map(untrusted.mapping, untrusted.sequence(ranks["nodes"])):
             gpu = f" on {node['gpu']}" if node.get("gpu") else ""
             yield f"{'node:':<12} {node.get('host')}, ranks: {node.get('ranks')}{gpu}"
+    if unread := origin.get("unread"):
+        yield f"{'unread:':<12} {unread}"

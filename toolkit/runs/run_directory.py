@@ -8,12 +8,14 @@ import importlib.util
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, NewerFormat
 from toolkit.job.spec import JobSpec
 from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of, modified_at
+from toolkit.runs.record_version import require_known
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
@@ -135,12 +137,23 @@ def require_own(path: Path) -> None:
 
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the outcome that the training has written, or None without one."""
+    """Return the outcome that the training has written, or None without one of a known version."""
+    with contextlib.suppress(NewerFormat):
+        return _known_outcome(run_dir)
+    return None
+
+
+def _known_outcome(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return the outcome, or None without one.
+
+    Raises:
+        NewerFormat: it is of a version that is not known here.
+    """
     try:
         content = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    return require_known(content, "outcome.json") if isinstance(content, dict) else None
 
 
 def request_cancel(run_dir: Path) -> None:
@@ -162,8 +175,19 @@ def cancel_requested(run_dir: Path) -> bool:
 
 
 def ended_status(run_dir: Path) -> RunStatus:
-    """Return the status of a run that has ended, from the files in its run directory."""
-    content = outcome(run_dir) or {}
+    """Return the status of a run that has ended, from the files in its run directory.
+
+    An outcome of a newer version counts as none, and the reason says so.
+    """
+    try:
+        return _status_by(_known_outcome(run_dir) or {}, run_dir)
+    except NewerFormat as error:
+        status = _status_by({}, run_dir)
+        shown = "" if status.state is RunState.UNKNOWN else status.reason
+        return replace(status, reason="; ".join(filter(None, [shown, str(error)])))
+
+
+def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
     attempt = untrusted.whole(content.get("attempt"))
     if content.get("status") == "done" and attempt is not None:
         # Most runs of a long list: two files are looked up by name, and no folder is listed.
@@ -293,6 +317,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
     Training and evaluation records of a step make one row. Steps that were made again after a
     failure count once: a new start voids what earlier ones have written from its first step on.
+
+    Raises:
+        NewerFormat: a record is of a version that is not known here.
     """
     rows: dict[int, dict[str, Any]] = {}
     # Lines may be torn by a kill, or just being written.
@@ -336,8 +363,12 @@ class MetricReader:
         self._recorded: set[str] = set()  # of the last step
 
     def read(self, line: object) -> MetricRecord | None:
-        """Return the record in a line's JSON; None if it holds none that counts."""
-        values = untrusted.mapping(line)
+        """Return the record in a line's JSON; None if it holds none that counts.
+
+        Raises:
+            NewerFormat: it is of a version that is not known here.
+        """
+        values = require_known(untrusted.mapping(line), "metrics.jsonl")
         step = untrusted.whole(values.get("step"))
         attempt, restart = (untrusted.whole(values.get(k)) or 0 for k in ("attempt", "restart"))
         if step is None or attempt < self._newest[0]:
@@ -352,7 +383,11 @@ class MetricReader:
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the newest whole record of `metrics.jsonl`, or None."""
+    """Return the newest whole record of `metrics.jsonl`, or None.
+
+    Raises:
+        NewerFormat: it is of a version that is not known here.
+    """
     try:
         lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
     except OSError:
@@ -360,8 +395,16 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
     for line in reversed(lines):
         with contextlib.suppress(ValueError):  # the first or the last line may be torn
             if isinstance(row := untrusted.parse_json(line), dict):
-                return row
+                return require_known(row, "metrics.jsonl")
     return None
+
+
+def last_figures(run_dir: Path | None) -> str:
+    """Return the newest figures as one line, or why they are not read."""
+    try:
+        return figures(last_metrics(run_dir) or {}) if run_dir else ""
+    except NewerFormat as error:
+        return str(error)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Any:

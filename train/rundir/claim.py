@@ -22,6 +22,12 @@ NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} 
 
 Identity = Mapping[str, object]
 
+_GO_ON = "go on with the version that wrote it, or give this run another --run-dir"
+
+
+class _OtherVersionError(ValueError):
+    """`run.json` is of another version."""
+
 
 def claim(
     directory: RunDirectory,
@@ -78,6 +84,8 @@ def _judge(
     try:
         try:
             holder, _ = _known_identities(directory)
+        except _OtherVersionError as error:
+            return "refused", f"{error}: {_GO_ON}"
         except ValueError as error:
             return "refused", (
                 f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
@@ -90,6 +98,8 @@ def _judge(
                 f"{path} holds checkpoints of another configuration: remove them, or give this run "
                 "another --run-dir, or the values that stand there:\n" + "\n".join(strange)
             )
+        if why := directory.other_version():
+            return "refused", f"{why}: {_GO_ON}"
         old = directory.read_outcome()
         if old and old.attempt > rank_info.attempt:
             return "fenced", _belongs(directory, old.attempt)
@@ -217,12 +227,17 @@ def _known_identities(
 
     Raises:
         OSError: `run.json` is there and cannot be read.
-        ValueError: it holds no identity.
+        ValueError: it holds no identity, or is of another version.
     """
     try:
         record = untrusted.read_object(directory.path / RUN)
     except FileNotFoundError:
         return None, []
+    if not untrusted.is_of_version(record, VERSION):
+        shown = untrusted.printable(str(record["version"])[:20])
+        raise _OtherVersionError(
+            f"{directory.path / RUN} is of version {shown}, and this program reads {VERSION}"
+        )
     adopted = record.get("adopted")
     entries = adopted if isinstance(adopted, list) else []
     former = [entry for entry in entries if isinstance(entry, dict)]

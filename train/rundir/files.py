@@ -110,10 +110,23 @@ class RunDirectory:
         """Write the metrics that `metric()` still holds back."""
         self._metrics.flush()
 
-    def read_outcome(self) -> Outcome | None:
-        """Read the outcome; None if it is missing or unreadable."""
+    def other_version(self) -> str:
+        """Return why the outcome must stay as it is: another version wrote it; '' if none did."""
         try:
             record = untrusted.read_object(self.outcome_path)
+        except (OSError, ValueError):
+            return ""
+        if untrusted.is_of_version(record, VERSION):
+            return ""
+        shown = untrusted.printable(str(record["version"])[:20])
+        return f"{self.outcome_path} is of version {shown}, and this program writes {VERSION}"
+
+    def read_outcome(self) -> Outcome | None:
+        """Read the outcome; None if it is missing, unreadable or of another version."""
+        try:
+            record = untrusted.read_object(self.outcome_path)
+            if not untrusted.is_of_version(record, VERSION):
+                return None
             steps, rank = record["steps"], record["rank"]
             metrics = untrusted.mapping(record.get("metrics", {})).items()
             return Outcome(
@@ -137,7 +150,9 @@ class RunDirectory:
         """
         allowed = may_forestall if early else may_replace
         with self._locked():
-            if self.taken_over() or not allowed(self.read_outcome(), outcome):
+            if self.taken_over() or self.other_version():
+                return False
+            if not allowed(self.read_outcome(), outcome):
                 return False
             self._replace_outcome(outcome)
         return True
@@ -168,7 +183,8 @@ class RunDirectory:
         """Whether a later try, or a later start of the same one, has taken over."""
         old = self.read_outcome()
         mine = self.rank_info.attempt, self.rank_info.restart
-        return (old is not None and old.try_number > mine) or self.taken_over()
+        replaced = (old is not None and old.try_number > mine) or bool(self.other_version())
+        return replaced or self.taken_over()
 
     def _replace_outcome(self, outcome: Outcome) -> None:
         record = {"version": VERSION, **asdict(outcome), "time": time.time()}
@@ -251,5 +267,9 @@ def draft_of(path: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
-    """Read `events.jsonl` or `metrics.jsonl`; torn lines are left out, a missing file is empty."""
-    return list(untrusted.read_lines(path))
+    """Read `events.jsonl` or `metrics.jsonl`; a missing file is empty.
+
+    Torn lines and those of another version are left out.
+    """
+    lines = untrusted.read_lines(path)
+    return [line for line in lines if untrusted.is_of_version(line, VERSION)]

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 JSON_BYTES = 16 << 20
@@ -102,6 +102,11 @@ def json_object(text: bytes) -> dict[str, object]:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return mapping(value)
+
+
+def is_of_version(record: Mapping[str, object], version: int) -> bool:
+    """Whether a record is of this version; one that says nothing is of the first."""
+    return record.get("version", 1) == version
 
 
 def mapping(value: object) -> dict[str, object]:

@@ -73,6 +73,27 @@ def test_our_own_checkpoints_and_damaged_ones_are_no_reason_to_refuse(tmp_path: 
     assert claimed(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("outcome.json", "is of version 2, and this program writes 1"),
+        ("run.json", "is of version 2, and this program reads 1"),
+    ],
+)
+def test_a_directory_of_a_newer_version_is_refused_and_stays(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text('{"version": 2, "identity": 7, "status": 7}')
+    with pytest.raises(RefusedError) as caught:
+        claimed(tmp_path)
+    assert str(caught.value) == (
+        f"{path} {said}: go on with the version that wrote it, or give this run another --run-dir"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert path.read_text() == '{"version": 2, "identity": 7, "status": 7}'
+
+
 OLD = {"task": "old.py:T", "lr": 0.1, "seed": 0, "train_samples": 9, "hidden": 8}
 
 
