@@ -16,6 +16,7 @@ import submitit
 import toolkit
 from tests.conftest import ROOT, Cluster, Until
 from tests.support import calls
+from tests.support.record_schemas import faults_of
 from tests.support.slurm_site import Site
 from toolkit.functions.parameters import job_of, updated
 
@@ -176,6 +177,7 @@ def test_a_call_runs_on_every_rank_of_this_machine(local: toolkit.LocalProfile) 
     assert pickle.loads(pickle.dumps(job.task(1))).result() == results[1]
     outcome = json.loads((job.paths.folder / "outcome.json").read_text())
     assert (outcome["status"], outcome["attempt"]) == ("done", 0)
+    assert faults_of(job.paths.folder) == []
 
 
 MINE = """

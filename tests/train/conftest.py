@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.record_schemas import faults_of
 from tests.train.support import held, shared_gpu
 from train.rundir.files import read_lines
 
@@ -59,9 +60,10 @@ class Running:
             pytest.fail(f"still running after {PATIENCE_S} s:\n{self.output()}")
 
     def finish(self, status: int = 0) -> Running:
-        """Wait for the end and insist on an exit status."""
+        """Wait for the end; insist on an exit status, and on records that the schemas describe."""
         got = self.wait()
         assert got == status, self.output()
+        assert faults_of(self.run_dir) == []
         return self
 
     def output(self) -> str:

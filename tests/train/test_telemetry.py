@@ -11,6 +11,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT
+from tests.support.record_schemas import faults_of
 from toolkit.runs.run_directory import read_metrics
 from train.telemetry import Telemetry
 
@@ -50,6 +51,7 @@ def test_a_script_that_copies_the_file_has_steps_and_all_buckets_of_goodput(fold
     assert run.run_dir is not None
     rows = read_metrics(run.run_dir)
     assert [(row["step"], row["loss"]) for row in rows] == [(n, 1 / n) for n in range(1, 11)]
+    assert faults_of(run.run_dir) == []
     goodput = run.goodput()
     assert (goodput.steps, goodput.steps_again, goodput.starts, goodput.ranks) == (10, 3, 2, 2)
     seconds = goodput.seconds

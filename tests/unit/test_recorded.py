@@ -18,6 +18,7 @@ import submitit
 import toolkit
 from tests.conftest import ROOT
 from tests.fakes.kubernetes import FakeKubernetes
+from tests.support.record_schemas import faults_of
 from toolkit.kubernetes import KubernetesLauncher
 from toolkit.runs import registry
 from toolkit.runs.state import RunState
@@ -47,6 +48,11 @@ def test_the_list_of_runs(recorded: Path) -> None:
     assert jobs == ["pow", "divmod", "digits", "t", "sweep"]
     here = [run_of(job).status().state for job in ("pow", "divmod", "digits")]
     assert here == [RunState.SUCCEEDED, RunState.FAILED, RunState.SUCCEEDED]
+
+
+def test_the_schemas_describe_what_they_hold(recorded: Path) -> None:
+    faults = {path.name.partition("-")[0]: faults_of(path) for path in recorded.glob("runs/*")}
+    assert faults == {"pow": [], "divmod": [], "digits": []}
 
 
 def test_pickled_jobs_of_calls(recorded: Path) -> None:

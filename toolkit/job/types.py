@@ -222,7 +222,7 @@ Via = Annotated[
 Webhook = Annotated[
     Text,
     *matching(
-        r"https?://[^\s\"'\\]+|\$[A-Za-z_][A-Za-z0-9_]*",
+        "https?://[^\\s\"'\\\\]+|\\$[A-Za-z_][A-Za-z0-9_]*",
         "write https://…, or $NAME for the secret NAME of the job",
     ),
 ]

@@ -1,6 +1,8 @@
 """The JSON Schema of profiles: complete, committed, and of one mind with the loader."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,24 @@ def test_good_profiles_are_good_to_both(data: dict[str, Any], tmp_path: Path) ->
 )
 def test_bad_profiles_are_bad_to_both(data: dict[str, Any], tmp_path: Path) -> None:
     assert not agrees(data, tmp_path)
+
+
+def patterns(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        yield from (text for key, text in part.items() if key == "pattern")
+        yield from part.get("patternProperties", {})
+        for inner in part.values():
+            yield from patterns(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from patterns(inner)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(COMMITTED.parent.glob("*.schema.json")), ids=lambda path: path.stem
+)
+def test_editors_can_read_every_pattern(path: Path) -> None:
+    """They are of JavaScript, which knows no escape of what needs none, and no named groups."""
+    for pattern in patterns(json.loads(path.read_text())):
+        assert set(re.findall(r"\\([^\w\s])", pattern)) <= set("^$\\.*+?()[]{}|/-"), pattern
+        assert "(?P" not in pattern, pattern

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.record_schemas import faults_of
 from tests.support.watchdog import program
 from toolkit.runs.goodput import goodput_of
 from toolkit.runs.progress import progress_of
@@ -44,6 +45,7 @@ class Printing:
 
     def records(self, name: str = "metrics") -> list[dict[str, Any]]:
         """Return what was recorded, without times."""
+        assert faults_of(self.folder) == []
         path = self.folder / f"{name}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         away = ("version", "time")
@@ -168,7 +170,7 @@ def test_a_script_that_writes_its_own_records_is_left_alone(
     run = Printing(log_steps, tmp_path, OURS)
     run.begin()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1}\n')
+        file.write('{"version": 1, "time": 1, "attempt": 0, "restart": 0, "step": 1}\n')
     run.prints("step 1 loss 1\n")
     run.prints("step 2 loss 1\n")
     assert run.figures() == [{"step": 1}]
