@@ -96,8 +96,8 @@ def raise_version(path: Path, version: object = 2) -> str:
     head, found, tail = text.rpartition('"version": 1')
     assert found
     path.write_text(f'{head}"version": {json.dumps(version)}{tail}')
-    shown = str(version)[:20]
-    return f"{path.name} is of version {shown}, and this toolkit reads 1; upgrade the toolkit"
+    shown = f"version {version}" if isinstance(version, int) else "no known version"
+    return f"{path.name} is of {shown}, and this toolkit reads 1; upgrade the toolkit"
 
 
 def printed(*argv: str) -> tuple[int, str, str]:
@@ -109,7 +109,7 @@ def printed(*argv: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("version", [2, "2.0", None, [1]])
+@pytest.mark.parametrize("version", [2, 0, "2\n", 1.5, None, [1]])
 def test_a_newer_outcome_counts_as_none_and_is_told(run_dir: Path, version: object) -> None:
     said = raise_version(run_dir / "outcome.json", version)
     assert run_directory.outcome(run_dir) is None

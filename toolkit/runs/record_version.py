@@ -16,8 +16,9 @@ def require_known(record: dict[str, Any], name: str) -> dict[str, Any]:
         NewerFormat: it is of another version, and its keys may mean anything.
     """
     if (version := record.get("version", VERSION)) != VERSION:
-        shown = untrusted.printable(str(version)[:20])
+        number = untrusted.whole(version)
+        shown = "no known version" if number is None else f"version {number}"
         raise NewerFormat(
-            f"{name} is of version {shown}, and this toolkit reads {VERSION}; upgrade the toolkit"
+            f"{name} is of {shown}, and this toolkit reads {VERSION}; upgrade the toolkit"
         )
     return record

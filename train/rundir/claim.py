@@ -234,9 +234,9 @@ def _known_identities(
     except FileNotFoundError:
         return None, []
     if not untrusted.is_of_version(record, VERSION):
-        shown = untrusted.printable(str(record["version"])[:20])
         raise _OtherVersionError(
-            f"{directory.path / RUN} is of version {shown}, and this program reads {VERSION}"
+            f"{directory.path / RUN} is of {untrusted.shown_version(record)}, and this program "
+            f"reads {VERSION}"
         )
     adopted = record.get("adopted")
     entries = adopted if isinstance(adopted, list) else []

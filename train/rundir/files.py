@@ -118,8 +118,8 @@ class RunDirectory:
             return ""
         if untrusted.is_of_version(record, VERSION):
             return ""
-        shown = untrusted.printable(str(record["version"])[:20])
-        return f"{self.outcome_path} is of version {shown}, and this program writes {VERSION}"
+        shown = untrusted.shown_version(record)
+        return f"{self.outcome_path} is of {shown}, and this program writes {VERSION}"
 
     def read_outcome(self) -> Outcome | None:
         """Read the outcome; None if it is missing, unreadable or of another version."""

@@ -109,6 +109,13 @@ def is_of_version(record: Mapping[str, object], version: int) -> bool:
     return record.get("version", 1) == version
 
 
+def shown_version(record: Mapping[str, object]) -> str:
+    """Return the version of a record for a message."""
+    version = record.get("version")
+    good = isinstance(version, int) and abs(version) <= MOST
+    return f"version {version}" if good else "no known version"
+
+
 def mapping(value: object) -> dict[str, object]:
     """Return a value that is a JSON object."""
     if not isinstance(value, dict):

@@ -178,6 +178,14 @@ def test_what_arrived_after_the_kill_is_taken_up_by_the_next_submission_of_it(
 
 
 @a_job
+def test_a_job_with_notifications_of_its_own_is_taken_up_as_well(user: User, until: Until) -> None:
+    fault = Fault(method="PATCH", path=workload_path("Job"), status=200)
+    user.is_killed_at(fault, until, notify={"command": "cat"})
+    until(lambda: user.objects, "the workload has come")
+    assert [user.submits().name] == user.objects
+
+
+@a_job
 def test_what_has_ended_since_is_not_taken_up(user: User, until: Until) -> None:
     user.is_killed_at(Fault(method="PATCH", path=workload_path("Job"), status=200), until)
     until(lambda: user.objects, "the workload has come")
