@@ -1,4 +1,4 @@
-"""The reference pages of job file, profiles and `train`, written from the fields' docstrings."""
+"""The reference pages, written from docstrings of fields and from help texts."""
 
 import types
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ JOB = (
     spec.NodeRange,
     spec.Stop,
     spec.Retries,
+    spec.Notify,
     spec.Mount,
     spec.Secret,
     kubernetes_options.KubernetesOptions,
@@ -43,6 +44,7 @@ PROFILES = (
     profile.KubernetesProfile,
     profile.NodeFacts,
     Price,
+    spec.Notify,
     profile.Switches,
     Toleration,
     Topology,
@@ -54,11 +56,11 @@ def page(title: str, source: str, models: tuple[type[FrozenModel], ...]) -> str:
     parts = [f"# {title}", f"Written by `make golden` from the docstrings in `{source}`."]
     for model in models:
         summary = (model.__doc__ or "").strip()
-        parts += [f"## {model.__name__}", summary, "\n".join(_table(model))]
+        parts += [f"## {model.__name__}", summary, "\n".join(_table(model, models))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(model: type[FrozenModel]) -> Iterator[str]:
+def _table(model: type[FrozenModel], on_page: tuple[type[FrozenModel], ...]) -> Iterator[str]:
     yield "| key | what it takes | default | |"
     yield "|---|---|---|---|"
     documented: dict[str, str] = {}
@@ -68,23 +70,25 @@ def _table(model: type[FrozenModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = field.alias or name
         text = documented[name].replace("|", "\\|").replace("\n", " ")
-        yield f"| `{key}` | {_kind(name, field.annotation)} | {_default(name, field)} | {text} |"
+        kind = _kind(name, field.annotation, on_page)
+        yield f"| `{key}` | {kind} | {_default(name, field)} | {text} |"
 
 
-def _kind(name: str, annotation: Any) -> str:
+def _kind(name: str, annotation: Any, on_page: tuple[type[FrozenModel], ...]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(name, arguments[0])
+        return _kind(name, arguments[0], on_page)
     if origin in (Union, types.UnionType):
-        return " or ".join(_kind(name, a) for a in arguments if a is not type(None))
+        return " or ".join(_kind(name, a, on_page) for a in arguments if a is not type(None))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
-        return f"list of {_kind(name, arguments[0])}"
+        return f"list of {_kind(name, arguments[0], on_page)}"
     if origin is dict:
-        return f"mapping to {_kind(name, arguments[1])}"
+        return f"mapping to {_kind(name, arguments[1], on_page)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        page = "" if annotation in on_page else "job-file.md"
+        return f"[{annotation.__name__}]({page}#{annotation.__name__.lower()})"
     if annotation is int:
         return "time" if name.endswith("_s") else "size" if name.endswith("_bytes") else "number"
     return {bool: "true or false", float: "number", str: "string", Any: "anything"}[annotation]
@@ -96,6 +100,8 @@ def _default(name: str, field: FieldInfo) -> str:
     if field.default in (None, (), {}, ""):
         return ""
     shown = format_duration(field.default) if name.endswith("_s") else field.default
+    if isinstance(shown, tuple):
+        return f"`[{', '.join(shown)}]`"
     return f"`{str(shown).lower() if isinstance(shown, bool) else shown}`"
 
 

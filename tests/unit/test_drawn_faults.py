@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.system.chaos.counted import word
-from tests.system.chaos.fault_table import BEGIN, END, HEAD, NOT_RUN, PAGE, row, rows, written
+from tests.system.chaos.fault_table import (
+    BEGIN,
+    END,
+    HEAD,
+    NOT_RUN,
+    PAGE,
+    quoted,
+    row,
+    rows,
+    written,
+)
 from tests.system.chaos.faults import FAULTS
 from tests.system.chaos.frame import Trial
 from tests.system.chaos.play import Broken, Course, draw, last_words, told_right
@@ -31,6 +41,19 @@ def test_a_row_that_was_run_again_is_replaced_and_the_others_stay() -> None:
         second.what: old,
     }
     assert page.startswith("above\n") and page.endswith(f"{END}\nbelow\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("FAILED: out of time", "`out of time`"),
+        ("`release` lets it go", "`` `release` lets it go ``"),
+        ("by `cancel`", "`` by `cancel` ``"),
+        ("say `go` to it", "``say `go` to it``"),
+    ],
+)
+def test_a_reason_is_one_span_of_code_wherever_it_has_a_backtick(reason: str, code: str) -> None:
+    assert quoted(reason) == code
 
 
 def test_seed_and_number_say_what_is_played() -> None:

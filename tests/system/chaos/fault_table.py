@@ -127,8 +127,10 @@ def quoted(text: str) -> str:
     if len(line) > _LONGEST:
         head, _, decision = line.rpartition("; ")
         line = f"{head[:_LONGEST].rpartition(' ')[0]} …; {decision[:_LONGEST]}"
-    fence = "``" if "`" in line else "`"
-    return f"{fence}{line}{fence}"
+    if "`" not in line:
+        return f"`{line}`"
+    # A space keeps a backtick at an end apart from the fence; Markdown takes the space away.
+    return f"`` {line} ``" if "`" in (line[0], line[-1]) else f"``{line}``"
 
 
 def costs(course: Course, follows: str, destroys: bool) -> str:
