@@ -22,7 +22,7 @@ from toolkit.errors import ToolkitError
 _MODULES = {
     **dict.fromkeys(("init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
-    **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs"), "runs"),
+    **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs", "stacks"), "runs"),
     **dict.fromkeys(("goodput", "report", "forward", "show"), "runs"),
     "schema": "files",
 }

@@ -31,6 +31,7 @@ COMMANDS = [
     "cancel",
     "wait",
     "logs",
+    "stacks",
     "goodput",
     "report",
     "forward",
@@ -221,6 +222,7 @@ def test_the_help_of_every_command_ends_with_an_example(command: str) -> None:
 
 def test_the_help_lists_every_command(program: Program) -> None:
     assert cli.list_commands(click.Context(cli)) == COMMANDS
+    assert sorted(cli.commands) == sorted(COMMANDS)  # the modules define no others
     done = program("--help")
     section = done.stdout.partition("Commands:\n")[2]
     assert [line.split()[0] for line in section.splitlines()] == COMMANDS
