@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tests.support.command_reference import commands_page
 from toolkit import profile
 from toolkit.job import kubernetes_options, schema, spec, sweep
 from toolkit.job.types import FrozenModel
@@ -169,5 +170,6 @@ PAGES = {
     "docs/reference/profiles.md": page("Profiles", "toolkit/profile/", PROFILES),
     "docs/reference/rules.md": rules(),
     "docs/reference/train.md": train_page(),
+    "docs/reference/commands.md": commands_page(),
 }
 """Reference page: its required content."""
