@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +26,7 @@ install: .venv/installed  ## Make .venv with everything pinned
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=python3.11")'
 	@echo "installing into .venv (about a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,submitit,train,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,submitit,train,docs,dev]'
 	@touch $@
 
 image: install  ## Build localhost/train:latest from train/; BASE=IMAGE for another base than Debian
@@ -50,8 +50,8 @@ sandbox-down:  ## End it
 sandbox-status:  ## Show its nodes
 	@$(SANDBOX) status
 
-lint: install  ## Check style and types
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+lint: install  ## Check style, spelling and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy
 
 test:  ## Install what the tests need and run those that each change must pass
 	@$(MAKE) --no-print-directory -j2 lint tests/image
@@ -86,6 +86,9 @@ faults: install  ## Run each fault once and write the table of docs/how-to/failu
 
 test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, on that of KUBECONFIG
 	@TOOLKIT_TEST_CLUSTER=1 $(BIN)/pytest tests/unit/kubernetes -m any_cluster -n 2 --dist worksteal -o timeout=1800 $(ARGS)
+
+docs: install  ## Build the site of the documentation: site/latest/index.html
+	@$(BIN)/python -m website.build $(ARGS)
 
 golden: install  ## Write the rendered examples again
 	@$(BIN)/python -m tests.support.golden
@@ -131,4 +134,4 @@ bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GP
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
 
 clean: sandbox-down  ## Remove what was made here, runs excepted
-	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site

@@ -101,7 +101,8 @@ def test_the_sdist_holds_what_a_stranger_needs_to_go_on(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("toolkit", "templates", "train", "tests", "jobs", "slurm", "k8s", "docs"):
+    rooms = ("toolkit", "templates", "train", "tests", "jobs", "slurm", "k8s", "docs", "website")
+    for folder in rooms:
         tracked = subprocess.run(
             ["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.split("\n")
