@@ -42,6 +42,7 @@ _LANGUAGES = {
     ".j2": "jinja",
     ".toml": "toml",
 }
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 _HEADS = {
     "index.md": "---\nhide: [navigation, toc]\n---\n\n",
@@ -249,7 +250,8 @@ def build(site: Path, stage: Path) -> Path:
     argv = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
     done = subprocess.run(argv, cwd=stage, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise Broken(f"{done.stdout}{done.stderr}")
+        said = _COLOUR.sub("", f"{done.stdout}{done.stderr}")
+        raise Broken(said.partition("Traceback (most recent call last)")[0])
     built = site / toolkit.__version__
     shutil.rmtree(built, ignore_errors=True)
     built.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Finds the links of a built site that lead nowhere, and what a page would fetch elsewhere."""
 
+import posixpath
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,24 +33,32 @@ class _Page(HTMLParser):
 
 def problems(site: Path) -> list[str]:
     """Return what is wrong with the links of all pages below a folder."""
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     pages = {}
-    for path in sorted(site.rglob("*.html")):
-        pages[path.resolve()] = page = _Page()
-        page.feed(path.read_text(encoding="utf-8"))
+    for name in sorted(files):
+        if name.endswith(".html"):
+            pages[name] = page = _Page()
+            page.feed((site / name).read_text(encoding="utf-8"))
     wrong = []
-    for path, page in pages.items():
-        name = path.relative_to(site.resolve())
+    for name, page in pages.items():
         for address in page.links:
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
                 if address in page.fetched and parts.scheme != "data":
                     wrong.append(f"{name}: fetches {address}")
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if parts.path.startswith("/") or not target.is_file():
-                wrong.append(f"{name}: {address}: no such page")
-            elif parts.fragment and target in pages:
-                anchor = unquote(parts.fragment)
-                if anchor not in pages[target].anchors:
+            path = unquote(parts.path)
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), path))
+            if path and target not in files:
+                if not _leads_to_the_versions(target):
+                    wrong.append(f"{name}: {address}: no such page")
+            elif anchor := unquote(parts.fragment):
+                other = pages.get(target if path else name)
+                if other is not None and anchor not in other.anchors:
                     wrong.append(f"{name}: {address}: no such anchor")
     return wrong
+
+
+def _leads_to_the_versions(target: str) -> bool:
+    """Whether a link leads to the list of all versions, which is beside the site of each one."""
+    return target == "../index.html"
