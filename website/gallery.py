@@ -7,15 +7,16 @@ from website.sources import ROOT, place_of
 CAPTIONS = {
     "slurm/examples/digits.sbatch": (
         "Two nodes",
-        "A small training on CPUs: rendezvous, stop with a checkpoint, requeue, retry policy.",
+        "A small training on CPUs. The first 65 lines of the script are its story; the functions "
+        "stand below.",
     ),
     "slurm/examples/digits-in-podman.sbatch": (
         "The same in podman",
         "The same job file on a site whose nodes run containers with podman.",
     ),
     "slurm/examples/chars.sbatch": (
-        "Without restarts",
-        "A job that asks for no retries has a shorter script.",
+        "Several workers per node",
+        "A small language model: two workers on each of two nodes.",
     ),
     "slurm/examples/sweep.sbatch": (
         "A sweep",
@@ -23,7 +24,7 @@ CAPTIONS = {
     ),
     "slurm/examples/llm-on-a100.sbatch": (
         "GPUs, modules, a virtual environment",
-        "A language model on nodes with eight GPUs.",
+        "Nearly every key of a job file at once: sixteen nodes with eight A100 each.",
     ),
     "slurm/examples/llm-in-pyxis.sbatch": (
         "GPUs in pyxis",
@@ -47,12 +48,12 @@ CAPTIONS = {
         "The same job file as a plain indexed Job: no operator is needed.",
     ),
     "k8s/examples/chars.yaml": (
-        "Without restarts",
-        "A job that asks for no retries, on Kubernetes.",
+        "Several workers per pod",
+        "The same language model in two pods.",
     ),
     "k8s/examples/llm-on-gpus.yaml": (
         "GPUs",
-        "A language model on pods with eight GPUs, with queue and volumes of the site.",
+        "Sixteen pods with eight GPUs each, RDMA, a queue of Kueue, a secret, a volume with data.",
     ),
 }
 """Title and a sentence for each example."""
