@@ -134,4 +134,4 @@ bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GP
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
 
 clean: sandbox-down  ## Remove what was made here, runs excepted
-	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site .cache/site
