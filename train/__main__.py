@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from train.cli import flags
-from train.errors import (
+from .cli import flags
+from .errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
@@ -17,13 +17,13 @@ from train.errors import (
     TrainError,
     UsageError,
 )
-from train.failure.record import tell, tell_torchrun
-from train.rundir.console import Console, end_process, keep_lines_whole
-from train.rundir.files import RunDirectory
-from train.runtime.phases import Phases
-from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
-from train.runtime.spawn import spawn
+from .failure.record import tell, tell_torchrun
+from .rundir.console import Console, end_process, keep_lines_whole
+from .rundir.files import RunDirectory
+from .runtime.phases import Phases
+from .runtime.rank import RankInfo
+from .runtime.signals import StopRequest
+from .runtime.spawn import spawn
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
                 # The ranks may have had no time to record it.
                 record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
             return exit_status
-        from train.session import train
+        from .session import train
 
         phases = Phases.of_process(os.environ, restart=rank_info.restart)
         phases.end("imports")
@@ -80,7 +80,7 @@ def look(request: flags.Request, console: Console) -> int:
             flags.write_file(request.write_config, request.config)
         console.say(f"wrote the configuration to {request.write_config}; nothing was trained")
         return EXIT_DONE
-    from train import dryrun
+    from . import dryrun
 
     return dryrun.show(request.config, console)
 

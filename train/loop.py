@@ -5,19 +5,19 @@ import time
 
 import torch
 
-from train.checkpoints.saver import Saver
-from train.data.loader import Feed, resident, source_of
-from train.data.order import SampleOrder, mixed, seed_device, seed_of
-from train.errors import NonFiniteLoss
-from train.model.evaluation import batch_size, measure
-from train.model.gradients import clip, total_norm
-from train.model.optimizer import LearningRate
-from train.parallel.base import Sums, full
-from train.parallel.consistency import Untrained, check_counters, check_data, some_of
-from train.profiling.capture import Profiler
-from train.rundir.console import figures
-from train.rundir.files import TrainingProgress, read_lines
-from train.runtime.signals import StopRequest
+from .checkpoints.saver import Saver
+from .data.loader import Feed, resident, source_of
+from .data.order import SampleOrder, mixed, seed_device, seed_of
+from .errors import NonFiniteLoss
+from .model.evaluation import batch_size, measure
+from .model.gradients import clip, total_norm
+from .model.optimizer import LearningRate
+from .parallel.base import Sums, full
+from .parallel.consistency import Untrained, check_counters, check_data, some_of
+from .profiling.capture import Profiler
+from .rundir.console import figures
+from .rundir.files import TrainingProgress, read_lines
+from .runtime.signals import StopRequest
 
 
 class Trainer:

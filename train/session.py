@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from train import parallel, tasks
-from train.checkpoints import recovery
-from train.checkpoints.reader import export, export_problem, weights
-from train.checkpoints.saver import Saver
-from train.cli import flags
-from train.cli.config import Config
-from train.data.loader import source_of
-from train.errors import (
+from . import parallel, tasks
+from .checkpoints import recovery
+from .checkpoints.reader import export, export_problem, weights
+from .checkpoints.saver import Saver
+from .cli import flags
+from .cli.config import Config
+from .data.loader import source_of
+from .errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
     CheckpointError,
@@ -21,24 +21,24 @@ from train.errors import (
     PeerError,
     UsageError,
 )
-from train.failure.record import fail
-from train.loop import Trainer
-from train.model.gradients import LossScaler
-from train.model.optimizer import NamedOptimizer
-from train.parallel.base import Parts
-from train.parallel.layout import counted
-from train.profiling.capture import Profiler
-from train.profiling.timeline import Profile
-from train.rundir.claim import adopt, claim
-from train.rundir.console import Console, figures
-from train.rundir.files import RunDirectory, TrainingProgress
-from train.rundir.tensorboard import EventFile
-from train.runtime.environment import environment
-from train.runtime.phases import Phases
-from train.runtime.process_group import RankGroup, open_group
-from train.runtime.rank import RankInfo
-from train.runtime.signals import StopRequest
-from train.tasks.base import Task
+from .failure.record import fail
+from .loop import Trainer
+from .model.gradients import LossScaler
+from .model.optimizer import NamedOptimizer
+from .parallel.base import Parts
+from .parallel.layout import counted
+from .profiling.capture import Profiler
+from .profiling.timeline import Profile
+from .rundir.claim import adopt, claim
+from .rundir.console import Console, figures
+from .rundir.files import RunDirectory, TrainingProgress
+from .rundir.tensorboard import EventFile
+from .runtime.environment import environment
+from .runtime.phases import Phases
+from .runtime.process_group import RankGroup, open_group
+from .runtime.rank import RankInfo
+from .runtime.signals import StopRequest
+from .tasks.base import Task
 
 
 def train(
@@ -190,7 +190,7 @@ def assemble(
     trainer = Trainer
     if config.strategy_on(group.rank_info) == "ps":
         # Only here, as it imports torch.distributed.rpc.
-        from train.parallel.parameter_server.strategy import ServedTrainer
+        from .parallel.parameter_server.strategy import ServedTrainer
 
         trainer = ServedTrainer
     profile = Profile.parse(config.profile) if config.profile else None

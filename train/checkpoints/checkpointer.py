@@ -12,12 +12,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from train.checkpoints import safetensors_file, store
-from train.checkpoints.planner import Planner, Staging
-from train.checkpoints.safetensors_file import TensorPart
-from train.checkpoints.store import Position, Proof, State
-from train.errors import CheckpointError, TrainError
-from train.runtime.process_group import Channel, RankGroup
+from ..errors import CheckpointError, TrainError
+from ..runtime.process_group import Channel, RankGroup
+from . import safetensors_file, store
+from .planner import Planner, Staging
+from .safetensors_file import TensorPart
+from .store import Position, Proof, State
 
 BESIDE_BYTES = 1 << 16
 PAGE_BYTES = 4096

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from train.checkpoints.safetensors_file import TensorPart, size_of
-from train.errors import CheckpointError
-from train.runtime.process_group import Channel
+from ..errors import CheckpointError
+from ..runtime.process_group import Channel
+from .safetensors_file import TensorPart, size_of
 
 
 class Planner:

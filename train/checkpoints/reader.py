@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from train.checkpoints import safetensors_file, store
-from train.checkpoints.safetensors_file import MEANT, TensorPart, as_stored
-from train.errors import CheckpointError
+from ..errors import CheckpointError
+from . import safetensors_file, store
+from .safetensors_file import MEANT, TensorPart, as_stored
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 Listing = dict[str, tuple[torch.Size, torch.dtype]]

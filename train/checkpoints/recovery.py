@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from train.checkpoints import store
-from train.checkpoints.reader import Listing, Stored, differences
-from train.checkpoints.store import Position, State
-from train.errors import CheckpointError
-from train.parallel.base import copy_part
-from train.runtime.process_group import RankGroup
+from ..errors import CheckpointError
+from ..parallel.base import copy_part
+from ..runtime.process_group import RankGroup
+from . import store
+from .reader import Listing, Stored, differences
+from .store import Position, State
 
 
 @dataclass(frozen=True, kw_only=True)

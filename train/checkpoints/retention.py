@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from train.checkpoints import store
-from train.checkpoints.store import Position
-from train.errors import CheckpointError
-from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from ..errors import CheckpointError
+from ..rundir.console import Console
+from ..rundir.files import RunDirectory
+from . import store
+from .store import Position
 
 
 class Retention:

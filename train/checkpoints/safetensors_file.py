@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.checkpoints.store import Proof
-from train.runtime.process_group import bytes_of
+from ..runtime.process_group import bytes_of
+from .store import Proof
 
 DTYPES = {
     torch.float64: "F64",

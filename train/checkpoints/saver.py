@@ -7,20 +7,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from train.checkpoints import recovery
-from train.checkpoints.checkpointer import Checkpointer, SaveTiming
-from train.checkpoints.reader import MODEL, OPTIMIZER, Stored, export
-from train.checkpoints.retention import Retention
-from train.checkpoints.safetensors_file import problem_of
-from train.checkpoints.store import Position, State
-from train.cli.config import Config
-from train.errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
-from train.model.gradients import LossScaler, not_finite
-from train.model.optimizer import NamedOptimizer
-from train.parallel.base import Strategy
-from train.rundir.claim import differences
-from train.rundir.console import Console
-from train.rundir.files import RunDirectory, TrainingProgress
+from ..cli.config import Config
+from ..errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
+from ..model.gradients import LossScaler, not_finite
+from ..model.optimizer import NamedOptimizer
+from ..parallel.base import Strategy
+from ..rundir.claim import differences
+from ..rundir.console import Console
+from ..rundir.files import RunDirectory, TrainingProgress
+from . import recovery
+from .checkpointer import Checkpointer, SaveTiming
+from .reader import MODEL, OPTIMIZER, Stored, export
+from .retention import Retention
+from .safetensors_file import problem_of
+from .store import Position, State
 
 PATIENCE_S = 60.0
 """Seconds that a failing process waits for a checkpoint that is being written."""

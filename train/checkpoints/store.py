@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from train.errors import CheckpointError
-from train.rundir import untrusted
-from train.rundir.files import VERSION
-from train.rundir.jsonl import dump
+from ..errors import CheckpointError
+from ..rundir import untrusted
+from ..rundir.files import VERSION
+from ..rundir.jsonl import dump
 
 STATE = "state.json"
 MANIFEST = "manifest.json"

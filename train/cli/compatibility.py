@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.cli.config import Config
-from train.errors import UsageError
-from train.parallel.layout import ALONE, Layout, flag
-from train.parallel.pipeline import split
-from train.profiling.timeline import Profile
-from train.runtime.rank import RankInfo
+from ..errors import UsageError
+from ..parallel.layout import ALONE, Layout, flag
+from ..parallel.pipeline import split
+from ..profiling.timeline import Profile
+from ..runtime.rank import RankInfo
+from .config import Config
 
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
 """Strategies of `train.parallel.hybrid` and `.pipeline`, which shard along the data axes."""

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from train.parallel.layout import Layout, resolve
-from train.runtime.rank import RankInfo
-from train.tasks import problem_of
+from ..parallel.layout import Layout, resolve
+from ..runtime.rank import RankInfo
+from ..tasks import problem_of
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.cli import compatibility
-from train.cli.config import Config, ConfigField, field_docs, fields, nearest
-from train.errors import UsageError
-from train.runtime.rank import RankInfo
+from ..errors import UsageError
+from ..runtime.rank import RankInfo
+from . import compatibility
+from .config import Config, ConfigField, field_docs, fields, nearest
 
 RUN_DIR = "TRAIN_RUN_DIR"
 FILES = {

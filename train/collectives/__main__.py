@@ -3,10 +3,10 @@
 import os
 import sys
 
-from train.collectives.options import parse, parser
-from train.errors import EXIT_DONE, UsageError
-from train.rundir.console import Console, end_process, keep_lines_whole
-from train.runtime.rank import RankInfo
+from ..errors import EXIT_DONE, UsageError
+from ..rundir.console import Console, end_process, keep_lines_whole
+from ..runtime.rank import RankInfo
+from .options import parse, parser
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
         console.complain(str(error))
         return error.exit_status
     # Only here, as it imports torch: a mistyped flag is answered at once.
-    from train.collectives.session import be_a_rank, spawn
+    from .session import be_a_rank, spawn
 
     return spawn(options, options.nproc) if options.nproc else be_a_rank(options, rank_info)
 

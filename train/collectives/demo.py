@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.collectives.operations import Collective
-from train.errors import TrainError
-from train.rundir.console import Console
-from train.runtime.rank import RankInfo
+from ..errors import TrainError
+from ..rundir.console import Console
+from ..runtime.rank import RankInfo
+from .operations import Collective
 
 Value = TypeVar("Value")
 

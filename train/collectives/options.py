@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from train.cli.config import nearest
-from train.errors import UsageError
-from train.runtime.rank import RankInfo
+from ..cli.config import nearest
+from ..errors import UsageError
+from ..runtime.rank import RankInfo
 
 SIZED = (
     *("all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"),

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from train.collectives.demo import (
+from ..errors import EXIT_DONE, EXIT_FAILED, TrainError
+from ..rundir.console import Console, end_process
+from ..runtime.devices import agree_on_device, device_and_backend, use
+from ..runtime.process_group import disconnect
+from ..runtime.rank import RankInfo
+from ..runtime.rendezvous import meet
+from .demo import (
     Ranks,
     WrongResult,
     demonstrate,
@@ -18,14 +24,8 @@ from train.collectives.demo import (
     demonstrate_monitored_barrier,
     print_table,
 )
-from train.collectives.operations import COLLECTIVES, Collective
-from train.collectives.options import Options
-from train.errors import EXIT_DONE, EXIT_FAILED, TrainError
-from train.rundir.console import Console, end_process
-from train.runtime.devices import agree_on_device, device_and_backend, use
-from train.runtime.process_group import disconnect
-from train.runtime.rank import RankInfo
-from train.runtime.rendezvous import meet
+from .operations import COLLECTIVES, Collective
+from .options import Options
 
 
 def spawn(options: Options, nproc: int) -> int:

@@ -1,5 +1,5 @@
 """Which sample is read when, by which rank, and the processes that read it."""
 
-from train.data.order import Batch
+from .order import Batch
 
 __all__ = ["Batch"]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from train.data.order import Batch, Chance, SampleOrder, Samples, Source, mixed, seed_of, share_of
-from train.errors import UsageError
-from train.model import trees
-from train.model.trees import Tree
-from train.runtime.signals import SIGNALS
+from ..errors import UsageError
+from ..model import trees
+from ..model.trees import Tree
+from ..runtime.signals import SIGNALS
+from .order import Batch, Chance, SampleOrder, Samples, Source, mixed, seed_of, share_of
 
 Draw = tuple[list[int], Chance | None]
 """Sample numbers, and what their random numbers depend on."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from train.errors import UsageError
-from train.model import trees
-from train.model.trees import Tree
+from ..errors import UsageError
+from ..model import trees
+from ..model.trees import Tree
 
 MOST_WEIGHTS = 2**24
 """How many samples torch.multinomial can choose from."""

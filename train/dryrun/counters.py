@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from train.parallel.base import local
-from train.parallel.layout import Layout
+from ..parallel.base import local
+from ..parallel.layout import Layout
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"

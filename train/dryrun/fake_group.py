@@ -28,13 +28,13 @@ from torch.optim import adam, sgd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from train.dryrun.autocast import as_on_cuda
-from train.dryrun.counters import wraps_others
-from train.model.trees import Tree, sample_count
-from train.parallel import consistency, cp, tp
-from train.parallel.pipeline.stages import Relay, Untransferable
-from train.runtime.process_group import RankGroup
-from train.runtime.rank import RankInfo
+from ..model.trees import Tree, sample_count
+from ..parallel import consistency, cp, tp
+from ..parallel.pipeline.stages import Relay, Untransferable
+from ..runtime.process_group import RankGroup
+from ..runtime.rank import RankInfo
+from .autocast import as_on_cuda
+from .counters import wraps_others
 
 ops = torch.ops
 StageInputs = dict[tuple[int, int], tuple[torch.Size, torch.dtype]]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.dryrun.counters import Exchange
-from train.dryrun.simulate import RankCost
-from train.parallel.layout import Layout, counted
-from train.runtime.devices import written
+from ..parallel.layout import Layout, counted
+from ..runtime.devices import written
+from .counters import Exchange
+from .simulate import RankCost
 
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch._subclasses import fake_tensor
 
-from train import tasks
-from train.cli import compatibility
-from train.cli.config import Config
-from train.dryrun.counters import ACTIVATIONS, STATE
-from train.dryrun.report import Findings
-from train.dryrun.simulate import EVALUATION, RankCost, Rehearsal, bubbles
-from train.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from train.parallel.layout import OWN_AXIS, Layout, flag
-from train.rundir.console import Console
-from train.runtime.devices import parse_size, written
-from train.runtime.rank import RankInfo
-from train.tasks.base import Task
+from .. import tasks
+from ..cli import compatibility
+from ..cli.config import Config
+from ..errors import EXIT_DONE, EXIT_USAGE, UsageError
+from ..parallel.layout import OWN_AXIS, Layout, flag
+from ..rundir.console import Console
+from ..runtime.devices import parse_size, written
+from ..runtime.rank import RankInfo
+from ..tasks.base import Task
+from .counters import ACTIVATIONS, STATE
+from .report import Findings
+from .simulate import EVALUATION, RankCost, Rehearsal, bubbles
 
 Try = Callable[[Config], int | None]
 """Rehearses another plan; returns the bytes of its worst rank, or None if it cannot work."""

@@ -13,11 +13,21 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from train import parallel
-from train.cli.config import Config, ScheduleName
-from train.data.loader import source_of
-from train.data.order import Batch
-from train.dryrun.counters import (
+from .. import parallel
+from ..cli.config import Config, ScheduleName
+from ..data.loader import source_of
+from ..data.order import Batch
+from ..model import evaluation
+from ..model.gradients import clip, total_norm
+from ..model.optimizer import NamedOptimizer
+from ..parallel.base import Parts, Strategy, WholeModel
+from ..parallel.fsdp import GradientSync
+from ..parallel.local_sgd import LocalSgd
+from ..parallel.pipeline import split
+from ..parallel.pipeline.schedule import Pipelined
+from ..runtime.rank import RankInfo
+from ..tasks.base import Task
+from .counters import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
@@ -27,17 +37,7 @@ from train.dryrun.counters import (
     Memory,
     Traffic,
 )
-from train.dryrun.fake_group import StageInputs, fake_world, keep_buckets
-from train.model import evaluation
-from train.model.gradients import clip, total_norm
-from train.model.optimizer import NamedOptimizer
-from train.parallel.base import Parts, Strategy, WholeModel
-from train.parallel.fsdp import GradientSync
-from train.parallel.local_sgd import LocalSgd
-from train.parallel.pipeline import split
-from train.parallel.pipeline.schedule import Pipelined
-from train.runtime.rank import RankInfo
-from train.tasks.base import Task
+from .fake_group import StageInputs, fake_world, keep_buckets
 
 ENOUGH = 2
 """The last micro-batch, which exchanges gradients, is different; those before it are all alike."""

@@ -13,16 +13,17 @@ from types import FrameType
 
 from torch import nn
 
-from train.data.order import Batch
-from train.model.trees import described
-from train.rundir.files import TrainingProgress
-from train.tasks.base import Task
+from ..data.order import Batch
+from ..model.trees import described
+from ..rundir.files import TrainingProgress
+from ..tasks.base import Task
 
 METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
+_PACKAGE = __name__.partition(".")[0]
 ALONE = ("model", "train", "test", "identity", "weights")
 """In these methods a rank talks to no other, so that no error there is an echo."""
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
-"""What `train.data.loader` adds to an exception."""
+"""What `data.loader` adds to an exception."""
 HINTS = {
     "OutOfMemoryError: ": (
         "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
@@ -55,7 +56,7 @@ class FailedPart:
 def part_of(error: BaseException) -> FailedPart:
     """Find the innermost part of a task on the way to an error."""
     frames = _frames(error)
-    if loader := [f.f_code.co_name for f in frames if _module(f) == "train.data.loader"]:
+    if loader := [f.f_code.co_name for f in frames if _module(f) == "data.loader"]:
         # The loader has added a note; a process that reads ahead has its traceback in the message.
         notes = "\n".join([*getattr(error, "__notes__", ()), str(error)])
         name = "putting samples together" if "_collate" in loader else "reading samples"
@@ -73,7 +74,7 @@ def part_of(error: BaseException) -> FailedPart:
             )
     if layer := _layer(frames):
         return FailedPart(name="the forward pass", given=layer)
-    modules = " ".join(map(_module, frames))
+    modules = " ".join(str(frame.f_globals.get("__name__", "")) for frame in frames)
     if "torch.autograd" in modules:
         return FailedPart(name="the backward pass")
     return FailedPart(name="the optimizer's step") if "torch.optim" in modules else FailedPart()
@@ -140,10 +141,10 @@ def _layer(frames: Sequence[FrameType]) -> str:
 
 def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> str:
     modules = {_module(frame) for frame in frames}
-    running = any(_module(f) == "train.loop" and f.f_code.co_name == "run" for f in frames)
+    running = any(_module(f) == "loop" and f.f_code.co_name == "run" for f in frames)
     if progress is None or not running:
         return "before the first step"
-    if "train.model.evaluation" in modules:
+    if "model.evaluation" in modules:
         return f"in the evaluation after step {progress.step}"
     # The trainers of a parameter server are each at a step of their own.
     ticket = next((f.f_locals["ticket"] for f in frames if "ticket" in f.f_locals), None)
@@ -153,7 +154,7 @@ def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> s
 def _batch(frames: Sequence[FrameType]) -> Batch | None:
     """Find the batch in the innermost of our frames that has one; of micro-batches, the first."""
     for frame in reversed(frames):
-        if _module(frame).startswith("train."):
+        if _module(frame) is not None:
             for value in frame.f_locals.values():
                 first = value[0] if isinstance(value, list) and value else value
                 if isinstance(first, Batch):
@@ -172,8 +173,10 @@ def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _module(frame: FrameType) -> str | None:
+    """Return the name of a module of ours below this package, which a wheel calls otherwise."""
+    package, _, name = str(frame.f_globals.get("__name__", "")).partition(".")
+    return name if package == _PACKAGE else None
 
 
 def _receiver(frame: FrameType) -> object:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.errors import (
+from ..errors import (
     EXIT_FAILED,
     CheckpointError,
     FencedError,
@@ -25,12 +25,12 @@ from train.errors import (
     TrainError,
     is_collateral,
 )
-from train.rundir import untrusted
-from train.rundir.files import RunDirectory, TrainingProgress
-from train.runtime.rank import RankInfo
+from ..rundir import untrusted
+from ..rundir.files import RunDirectory, TrainingProgress
+from ..runtime.rank import RankInfo
 
 if TYPE_CHECKING:
-    from train.tasks.base import Task
+    from ..tasks.base import Task
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ECHO_S = 10
@@ -48,7 +48,7 @@ def fail(
 ) -> int:
     """Record and report a failure; return the exit status."""
     # Only here, as it imports torch.
-    from train.failure.diagnose import explain, in_short, is_ours_alone
+    from .diagnose import explain, in_short, is_ours_alone
 
     # The traceback's frames hold tensors that DDP has given to gloo. Freeing those may wait for
     # ever: a thread that still has them waits for Python's lock meanwhile.

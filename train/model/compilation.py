@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from train.cli.config import Config
-    from train.tasks.base import Task
+    from ..cli.config import Config
+    from ..tasks.base import Task
 
 BACKEND = "inductor"
 UNFINISHED = "_CxxBuild"

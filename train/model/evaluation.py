@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import torch
 
-from train.cli.config import Config
-from train.data.order import Batch, Source, share_of
-from train.errors import UsageError
-from train.parallel.base import Strategy
-from train.runtime.process_group import RankGroup
-from train.tasks.base import Task
+from ..cli.config import Config
+from ..data.order import Batch, Source, share_of
+from ..errors import UsageError
+from ..parallel.base import Strategy
+from ..runtime.process_group import RankGroup
+from ..tasks.base import Task
 
 
 def batch_size(config: Config, strategy: Strategy) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from train.parallel.base import Strategy, local, scale
+from ..parallel.base import Strategy, local, scale
 
 FIRST_SCALE = 2.0**16
 GROW_AFTER = 2000

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from train.cli.config import Config
+    from ..cli.config import Config
 
 
 class NamedOptimizer:

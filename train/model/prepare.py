@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from train.model import batchnorm, compilation
+from . import batchnorm, compilation
 
 if TYPE_CHECKING:
-    from train.cli.config import Config
-    from train.tasks.base import Task
+    from ..cli.config import Config
+    from ..tasks.base import Task
 
 
 def prepare(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 Tree: TypeAlias = Any
 """A tensor [samples, ...], or a dict, list, tuple or NamedTuple of trees.

@@ -4,23 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from train.parallel.base import Parts, Strategy
+    from .base import Parts, Strategy
 
-_COMPOSED = ("train.parallel.hybrid", "Composed")
+_COMPOSED = (".hybrid", "Composed")
 STRATEGIES = {
-    "single": ("train.parallel.one_process", "Single"),
-    "dataparallel": ("train.parallel.one_process", "Threaded"),
-    "ddp": ("train.parallel.ddp", "DataParallel"),
+    "single": (".one_process", "Single"),
+    "dataparallel": (".one_process", "Threaded"),
+    "ddp": (".ddp", "DataParallel"),
     "fsdp": _COMPOSED,
     "hsdp": _COMPOSED,
-    "manual": ("train.parallel.one_process", "Manual"),
-    "pp": ("train.parallel.pipeline.schedule", "Pipelined"),
+    "manual": (".one_process", "Manual"),
+    "pp": (".pipeline.schedule", "Pipelined"),
     "tp": _COMPOSED,
     "cp": _COMPOSED,
     "hybrid": _COMPOSED,
-    "ps": ("train.parallel.parameter_server.strategy", "Served"),
-    "local-sgd": ("train.parallel.local_sgd", "LocalSgd"),
-    "exact": ("train.parallel.ddp", "ExactDataParallel"),
+    "ps": (".parameter_server.strategy", "Served"),
+    "local-sgd": (".local_sgd", "LocalSgd"),
+    "exact": (".ddp", "ExactDataParallel"),
 }
 """Module and class by name; imported only when used: DistributedDataParallel alone takes a second.
 """
@@ -33,4 +33,4 @@ def build(name: str, parts: "Parts") -> "Strategy":
     elif parts.layout.pp > 1:
         name = "pp"
     module, attribute = STRATEGIES[name]
-    return cast("Strategy", getattr(import_module(module), attribute)(parts))
+    return cast("Strategy", getattr(import_module(module, __name__), attribute)(parts))

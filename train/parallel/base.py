@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from train.errors import UsageError
-from train.model import compilation
-from train.model.prepare import prepare
-from train.model.trees import Tree, mapped
-from train.parallel.consistency import Inventory, check_alike, check_unchanged
-from train.tasks.base import model_of
+from ..errors import UsageError
+from ..model import compilation
+from ..model.prepare import prepare
+from ..model.trees import Tree, mapped
+from ..tasks.base import model_of
+from .consistency import Inventory, check_alike, check_unchanged
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-    from train.cli.config import Config
-    from train.data.order import Batch
-    from train.model.optimizer import NamedOptimizer
-    from train.parallel.fsdp import GradientSync
-    from train.parallel.layout import Layout
-    from train.runtime.process_group import RankGroup
-    from train.tasks.base import Task
+    from ..cli.config import Config
+    from ..data.order import Batch
+    from ..model.optimizer import NamedOptimizer
+    from ..runtime.process_group import RankGroup
+    from ..tasks.base import Task
+    from .fsdp import GradientSync
+    from .layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

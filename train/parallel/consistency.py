@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.data.order import Batch, Source
-from train.errors import UsageError
-from train.model.trees import tensors_of
-from train.runtime.process_group import RankGroup
+from ..data.order import Batch, Source
+from ..errors import UsageError
+from ..model.trees import tensors_of
+from ..runtime.process_group import RankGroup
 
 if TYPE_CHECKING:
-    from train.parallel.base import Strategy
+    from .base import Strategy
 
 LOOKED_AT = 32
 """Elements of a tensor that are compared: random numbers differ in each of them."""

@@ -21,14 +21,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from train.data.order import Batch
-from train.errors import UsageError, is_collateral
-from train.layers import CausalAttention, Placed
-from train.model.trees import Tree, mapped, named, tensors_of
-from train.parallel import pieces
-from train.parallel.base import Parts, full
-from train.parallel.layout import Layout
-from train.runtime.process_group import arrange
+from ..data.order import Batch
+from ..errors import UsageError, is_collateral
+from ..layers import CausalAttention, Placed
+from ..model.trees import Tree, mapped, named, tensors_of
+from ..runtime.process_group import arrange
+from . import pieces
+from .base import Parts, full
+from .layout import Layout
 
 TIME = 2
 HEADS = 1

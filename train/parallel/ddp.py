@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from train.cli.compatibility import exact_problems
-from train.data.order import Batch, seed_of, share_of
-from train.errors import UsageError
-from train.model import batchnorm, compilation
-from train.model.trees import joined
-from train.parallel.base import Parts, Sums, WholeModel
+from ..cli.compatibility import exact_problems
+from ..data.order import Batch, seed_of, share_of
+from ..errors import UsageError
+from ..model import batchnorm, compilation
+from ..model.trees import joined
+from .base import Parts, Sums, WholeModel
 
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """How the reducer reports the parameters that it still waits for, and their numbers."""

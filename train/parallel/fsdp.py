@@ -36,13 +36,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from train.cli.config import Config
-from train.errors import UsageError
-from train.model.trees import mapped, tensors_of
-from train.parallel.base import DTYPES, Parts, is_sharded
-from train.parallel.consistency import tie
-from train.runtime import devices
-from train.runtime.devices import parse_size, written
+from ..cli.config import Config
+from ..errors import UsageError
+from ..model.trees import mapped, tensors_of
+from ..runtime import devices
+from ..runtime.devices import parse_size, written
+from .base import DTYPES, Parts, is_sharded
+from .consistency import tie
 
 _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from train.data.order import Batch
-from train.model import batchnorm, compilation
-from train.parallel import consistency, cp, fsdp, pieces, tp
-from train.parallel.base import Parts, Sums, Tally, WholeModel, copy_part
-from train.parallel.consistency import named_tensors
-from train.runtime.process_group import arrange, limit_waiting
+from ..data.order import Batch
+from ..model import batchnorm, compilation
+from ..runtime.process_group import arrange, limit_waiting
+from . import consistency, cp, fsdp, pieces, tp
+from .base import Parts, Sums, Tally, WholeModel, copy_part
+from .consistency import named_tensors
 
 DATA = ("dp_replicate", "fsdp")
 """Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""

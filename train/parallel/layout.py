@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from train.data.order import Batch
-from train.model import batchnorm, compilation
-from train.parallel.base import Parts, Sums, WholeModel, scale
+from ..data.order import Batch
+from ..model import batchnorm, compilation
+from .base import Parts, Sums, WholeModel, scale
 
 
 class LocalSgd(WholeModel):

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.data.order import Batch
-from train.errors import UsageError
-from train.model import compilation
-from train.model.trees import Tree, mapped, tensors_of
-from train.parallel.base import Parts, WholeModel
-from train.parallel.layout import flag
-from train.parallel.pipeline import split
+from ..data.order import Batch
+from ..errors import UsageError
+from ..model import compilation
+from ..model.trees import Tree, mapped, tensors_of
+from .base import Parts, WholeModel
+from .layout import flag
+from .pipeline import split
 
 MIB = 1024 * 1024
 

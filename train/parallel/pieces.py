@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.data.order import Batch
-from train.errors import UsageError
-from train.model.trees import Tree, mapped, tensors_of
-from train.parallel.base import Parts
+from ..data.order import Batch
+from ..errors import UsageError
+from ..model.trees import Tree, mapped, tensors_of
+from .base import Parts
 
 FAR = 1e-6
 """Beside the size of the outputs; the operations are the same ones, in the same order."""

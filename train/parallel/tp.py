@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from train.cli.config import Config
-from train.errors import UsageError
-from train.parallel import consistency
-from train.parallel.base import Parts, local
-from train.tasks.base import Task
+from ..cli.config import Config
+from ..errors import UsageError
+from ..tasks.base import Task
+from . import consistency
+from .base import Parts, local
 
 
 def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from train.profiling.timeline import DATA, STEP, Profile, Split, split
-from train.rundir.console import Console
-from train.rundir.files import RunDirectory
+from ..rundir.console import Console
+from ..rundir.files import RunDirectory
+from .timeline import DATA, STEP, Profile, Split, split
 
 MOST_OPERATIONS = 8
 _OFF = nullcontext()

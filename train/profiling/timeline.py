@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 Event = Mapping[str, Any]
 Interval = tuple[float, float]

@@ -6,15 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from train.checkpoints import store
-from train.cli.config import Config
-from train.errors import CheckpointError, FencedError, RefusedError, UsageError
-from train.rundir import untrusted
-from train.rundir.console import Console, figures
-from train.rundir.files import VERSION, RunDirectory, write_atomically
-from train.rundir.jsonl import dump
-from train.rundir.lock import LOOK_S, NAME, Contender
-from train.runtime.process_group import RankGroup
+from ..checkpoints import store
+from ..cli.config import Config
+from ..errors import CheckpointError, FencedError, RefusedError, UsageError
+from ..runtime.process_group import RankGroup
+from . import untrusted
+from .console import Console, figures
+from .files import VERSION, RunDirectory, write_atomically
+from .jsonl import dump
+from .lock import LOOK_S, NAME, Contender
 
 RUN = "run.json"
 NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} | {"train_samples"}

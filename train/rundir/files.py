@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from train.rundir import untrusted
-from train.rundir.jsonl import Journal, MetricsLog, dump
-from train.rundir.tensorboard import EventFile
-from train.runtime.rank import RankInfo
+from ..runtime.rank import RankInfo
+from . import untrusted
+from .jsonl import Journal, MetricsLog, dump
+from .tensorboard import EventFile
 
 VERSION = 1
 LOCK_WITHIN_S = 10.0

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from train.rundir import untrusted
+from . import untrusted
 
 OPEN_S = 1.0
 """Lines that follow each other faster than this find the file open, for as long as this at most. A

@@ -18,11 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from train.rundir import untrusted
-from train.rundir.console import Console
-from train.rundir.files import VERSION, draft_of
-from train.rundir.jsonl import dump
-from train.runtime.rank import RankInfo
+from ..runtime.rank import RankInfo
+from . import untrusted
+from .console import Console
+from .files import VERSION, draft_of
+from .jsonl import dump
 
 NAME = "holder.json"
 BEAT_S = 3.0

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from train.rundir import untrusted
-from train.rundir.console import Console
+from . import untrusted
+from .console import Console
 
 FOLDER = "tensorboard"
 EVERY_S = 1.0

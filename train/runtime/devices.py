@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from train.errors import UsageError
-from train.runtime.membership import missing_ranks, rank_0_stays_until_all
-from train.runtime.rank import RankInfo
-from train.runtime.rendezvous import keys_of_this_try
+from ..errors import UsageError
+from .membership import missing_ranks, rank_0_stays_until_all
+from .rank import RankInfo
+from .rendezvous import keys_of_this_try
 
 if TYPE_CHECKING:
-    from train.runtime.process_group import RankGroup
+    from .process_group import RankGroup
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from train.runtime.process_group import RankGroup
+from .process_group import RankGroup
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from train.errors import PeerError, TrainError, UsageError
-from train.runtime.rank import RankInfo
+from ..errors import PeerError, TrainError, UsageError
+from .rank import RankInfo
 
 GRACE_S = 5.0
 """How long rank 0, whose process may serve the store, stays for the others to read why they are

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from train.cli.compatibility import backend_problem
-from train.cli.config import Config
-from train.errors import PeerError, TrainError, UsageError
-from train.parallel.layout import ALONE
-from train.runtime.devices import agree_on_device, device_and_backend, set_tf32, use
-from train.runtime.rank import RankInfo
-from train.runtime.rendezvous import meet
+from ..cli.compatibility import backend_problem
+from ..cli.config import Config
+from ..errors import PeerError, TrainError, UsageError
+from ..parallel.layout import ALONE
+from .devices import agree_on_device, device_and_backend, set_tf32, use
+from .rank import RankInfo
+from .rendezvous import meet
 
 Value = TypeVar("Value")
 

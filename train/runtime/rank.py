@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from train.errors import UsageError
+from ..errors import UsageError
 
 MEETING = "TRAIN_MEETING"
 """Set by `--spawn` for the processes that it starts."""

@@ -20,9 +20,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from train.errors import PeerError, TrainError, UsageError
-from train.runtime.membership import GRACE_S, EndingError, gather, leave, veto
-from train.runtime.rank import RankInfo
+from ..errors import PeerError, TrainError, UsageError
+from .membership import GRACE_S, EndingError, gather, leave, veto
+from .rank import RankInfo
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun sets it for its workers; "True": all of them are clients of a store that torchrun

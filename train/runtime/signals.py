@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from train.errors import EXIT_PREEMPTED
+from ..errors import EXIT_PREEMPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 

@@ -17,9 +17,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from train.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
-from train.runtime.rank import MEETING
-from train.runtime.signals import SIGNALS, StopRequest
+from ..errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from .rank import MEETING
+from .signals import SIGNALS, StopRequest
 
 LOOK_S = 0.05
 """Poll interval for a stop request, in seconds."""
@@ -76,7 +76,7 @@ def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> No
         MEETING: meeting,
     }
     sys.argv[1:] = argv
-    runpy.run_module("train", run_name="__main__")
+    runpy.run_module(__name__.partition(".")[0], run_name="__main__")
 
 
 def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from train.data.order import Batch, Samples, targets_of
-from train.errors import UsageError
-from train.model.trees import Tree, sample_count, tensors_of
+from ..data.order import Batch, Samples, targets_of
+from ..errors import UsageError
+from ..model.trees import Tree, sample_count, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

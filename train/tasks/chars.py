@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from train.data.order import Batch
-from train.errors import UsageError
-from train.layers import CausalAttention, Positions
-from train.tasks.base import ResidentClassifier, check_divisible, classes_can_be_sharded
+from ..data.order import Batch
+from ..errors import UsageError
+from ..layers import CausalAttention, Positions
+from .base import ResidentClassifier, check_divisible, classes_can_be_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -132,7 +132,7 @@ class Chars(ResidentClassifier):
             SequenceParallel,
         )
 
-        from train.tasks.styles import PartwiseDropout, Replicated
+        from .styles import PartwiseDropout, Replicated
 
         check_divisible("attention heads", self.sizes.heads, ranks)
         check_divisible("characters of a sequence", self.sizes.context, ranks)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from train.data.order import Batch, permutation
-from train.errors import UsageError
-from train.tasks.base import Perceptron
+from ..data.order import Batch, permutation
+from ..errors import UsageError
+from .base import Perceptron
 
 TEST_SAMPLES = 360
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from train.data.order import Batch
-from train.errors import UsageError
-from train.tasks.base import ResidentClassifier
+from ..data.order import Batch
+from ..errors import UsageError
+from .base import ResidentClassifier
 
 FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FOLDER_VARIABLE = "FASHION_MNIST_DIR"

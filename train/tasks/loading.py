@@ -11,16 +11,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from train.errors import TrainError, UsageError
+from ..errors import TrainError, UsageError
 
 if TYPE_CHECKING:
-    from train.tasks.base import Task
+    from .base import Task
 
 TASKS = {
-    "digits": ("train.tasks.digits", "Digits"),
-    "fashion-mnist": ("train.tasks.fashion_mnist", "FashionMnist"),
-    "shuttle": ("train.tasks.shuttle", "Shuttle"),
-    "chars": ("train.tasks.chars", "Chars"),
+    "digits": (".digits", "Digits"),
+    "fashion-mnist": (".fashion_mnist", "FashionMnist"),
+    "shuttle": (".shuttle", "Shuttle"),
+    "chars": (".chars", "Chars"),
 }
 """Module and class by name; imported only when used, so that `--help` stays fast."""
 
@@ -54,7 +54,7 @@ def load(name: str) -> "Task":
         raise UsageError(problem)
     if name in TASKS:
         module, attribute = TASKS[name]
-        return cast("Task", getattr(import_module(module), attribute)())
+        return cast("Task", getattr(import_module(module, __package__), attribute)())
     file, _, attribute = name.rpartition(":")
     path = Path(file).resolve()
     cls = _class(path, attribute)
@@ -70,7 +70,7 @@ def load(name: str) -> "Task":
 
 def _class(path: Path, attribute: str) -> "type[Task]":
     """Find a class in a file, and see that it is a task and lacks nothing."""
-    from train.tasks.base import Task
+    from .base import Task
 
     try:
         module = _module(path)
@@ -90,7 +90,7 @@ def _class(path: Path, attribute: str) -> "type[Task]":
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise UsageError(
             f"{path}: {attribute} is no task: write `class {attribute}(Task):` with "
-            "`from train.tasks import Task`"
+            f"`from {__package__} import Task`"
         )
     if missing := sorted(cls.__abstractmethods__):
         methods = ", ".join(f"{method}()" for method in missing)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.data.order import Batch, permutation
-from train.errors import UsageError
-from train.tasks.base import Perceptron
+from ..data.order import Batch, permutation
+from ..errors import UsageError
+from .base import Perceptron
 
 FILE = Path("/usr/lib/R/site-library/mlbench/data/Shuttle.rda")
 FILE_VARIABLE = "SHUTTLE_RDA"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from train.errors import PeerError
+from ...errors import PeerError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from train.data.order import mixed, seed_device
-from train.errors import NonFiniteLoss
-from train.loop import Trainer, listed
-from train.model import batchnorm, compilation
-from train.model.evaluation import batch_size, measure
-from train.parallel.base import Parts, WholeModel
-from train.parallel.layout import Layout
-from train.parallel.parameter_server import wire
-from train.parallel.parameter_server.server import Gradient, InStep, Pacing, Server, Stretch, Work
-from train.runtime.process_group import RankGroup
+from ...data.order import mixed, seed_device
+from ...errors import NonFiniteLoss
+from ...loop import Trainer, listed
+from ...model import batchnorm, compilation
+from ...model.evaluation import batch_size, measure
+from ...runtime.process_group import RankGroup
+from ..base import Parts, WholeModel
+from ..layout import Layout
+from . import wire
+from .server import Gradient, InStep, Pacing, Server, Stretch, Work
 
 
 class Served(WholeModel):

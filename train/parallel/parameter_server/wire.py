@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
-from train.errors import PeerError
-from train.parallel.parameter_server.server import Gradient, Server, Stretch, Work
-from train.runtime.process_group import RankGroup
-from train.runtime.rendezvous import keys_of_this_try
+from ...errors import PeerError
+from ...runtime.process_group import RankGroup
+from ...runtime.rendezvous import keys_of_this_try
+from .server import Gradient, Server, Stretch, Work
 
 _serving: list[Server] = []
 """This process's own, when it is rank 0: calls name a function, not an object."""

@@ -20,14 +20,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._pytree import TreeSpec
 
-from train.data.order import Batch
-from train.errors import UsageError
-from train.model import compilation
-from train.model.trees import Tree, form_of, joined, named, tensors_of, unflattened
-from train.parallel import cp, fsdp, hybrid, pieces, tp
-from train.parallel.base import Parts, Strategy, Sums, Tally, one_number, tally
-from train.parallel.pipeline import split
-from train.parallel.pipeline.stages import Relay, SharedParameters, Stage, Untransferable, plan
+from ...data.order import Batch
+from ...errors import UsageError
+from ...model import compilation
+from ...model.trees import Tree, form_of, joined, named, tensors_of, unflattened
+from .. import cp, fsdp, hybrid, pieces, tp
+from ..base import Parts, Strategy, Sums, Tally, one_number, tally
+from . import split
+from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 
 class Pipelined(Strategy):

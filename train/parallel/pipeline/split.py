@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from train.errors import UsageError
-from train.parallel.layout import Layout, counted
+from ...errors import UsageError
+from ..layout import Layout, counted
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.cli.config import Config
-    from train.tasks.base import Task
+    from ...cli.config import Config
+    from ...tasks.base import Task
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank

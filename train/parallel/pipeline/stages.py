@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from train.errors import UsageError
-from train.model.trees import Tree
-from train.parallel.base import Parts, local
-from train.parallel.consistency import named_tensors
-from train.parallel.pipeline import split
+from ...errors import UsageError
+from ...model.trees import Tree
+from ..base import Parts, local
+from ..consistency import named_tensors
+from . import split
 
 
 class Stage(nn.Module):
