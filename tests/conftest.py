@@ -1,5 +1,6 @@
 """What all tests share: a user of their own, and the real Slurm cluster."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -45,6 +46,29 @@ def own_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
     return home
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist, built once for all processes of the tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            draft = folder.with_suffix(".draft")
+            argv = [
+                sys.executable,
+                "-m",
+                "build",
+                "--no-isolation",
+                "--outdir",
+                str(draft),
+                str(ROOT),
+            ]
+            subprocess.run(argv, check=True, capture_output=True)
+            draft.rename(folder)
+    return folder
 
 
 Until = Callable[..., None]

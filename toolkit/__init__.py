@@ -31,6 +31,7 @@ _NAMES = {
     "profile.detect": "discover",
     "profile.draft": "draft keep_draft",
     "profile.schema": "profile_schema",
+    "project": "write_project",
     "rendering": "render",
     "runs.failure": "Failure",
     "runs.goodput": "Goodput",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.profile.detect import discover as discover
     from toolkit.profile.draft import draft as draft, keep_draft as keep_draft
     from toolkit.profile.schema import profile_schema as profile_schema
+    from toolkit.project import write_project as write_project
     from toolkit.rendering import render as render
     from toolkit.runs.failure import Failure as Failure
     from toolkit.runs.goodput import Goodput as Goodput

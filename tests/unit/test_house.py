@@ -1,6 +1,7 @@
 """The shape of the project: imports, packages, public names."""
 
 import ast
+import os
 import subprocess
 import sys
 import tarfile
@@ -71,43 +72,58 @@ def test_type_checkers_see_the_public_names() -> None:
     assert seen == {(f"toolkit.{home}", name, name) for name, home in toolkit._HOMES.items()}
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(argv, check=True, capture_output=True)
-    return folder
+def tracked(*folders: str) -> list[str]:
+    """Return the files of a commit below some folders, and those that will be in the next one."""
+    argv = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def test_the_wheel_holds_toolkit_and_its_templates_and_nothing_else(built: Path) -> None:
+def test_the_wheel_holds_what_the_readme_shows_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    package = {str(path.relative_to(ROOT)) for path in python_files("toolkit")}
-    templates = {
-        f"toolkit/{path.relative_to(ROOT)}"
-        for path in (ROOT / "templates").rglob("*")
-        if path.is_file()
-    }
-    assert templates
-    data = {
-        "toolkit/lint/manifests/schemas.json",
-        "toolkit/lint/planner_and_site_rules.toml",
-        "toolkit/py.typed",
-    }
-    assert names == package | templates | data
+    programs = {"train/Containerfile", "train/build-image", "train/.dockerignore"}
+    expected = [
+        *tracked("toolkit"),
+        *(f"toolkit/{name}" for name in tracked("templates")),
+        *(f"toolkit/data/{name}" for name in tracked("jobs", "k8s/base")),
+        *(f"toolkit_{name}" for name in set(tracked("train")) - programs),
+        "toolkit_train/alias/train/__init__.py",
+        "toolkit_train.pth",
+    ]
+    assert sorted(names) == sorted(expected)
+
+
+def test_both_packages_of_the_wheel_are_typed(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"toolkit/py.typed", "toolkit_train/py.typed"} <= set(names)
+
+
+def test_the_wheel_is_the_same_bytes_wherever_and_whenever_it_is_built(
+    built: Path, tmp_path: Path
+) -> None:
+    for name in tracked():
+        copy = tmp_path / "elsewhere" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / name).read_bytes())
+        copy.chmod(0o600 | (ROOT / name).stat().st_mode & 0o100)
+    argv = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
+    environ = {"PATH": os.environ["PATH"], "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    subprocess.run([*argv, "elsewhere"], cwd=tmp_path, env=environ, check=True, capture_output=True)
+    (first,), (second,) = built.glob("*.whl"), tmp_path.glob("*.whl")
+    assert (first.name, first.read_bytes()) == (second.name, second.read_bytes())
 
 
 def test_the_sdist_holds_what_a_stranger_needs_to_go_on(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    rooms = ("toolkit", "templates", "train", "tests", "jobs", "slurm", "k8s", "docs", "website")
-    for folder in rooms:
-        tracked = subprocess.run(
-            ["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split("\n")
-        assert {name for name in tracked if name} <= names, folder
-    assert {"Makefile", "README.md", "CHANGELOG.md", "LICENSE", "constraints.txt"} <= names
+    code = ("toolkit", "templates", "train", "distribution", "tests", "jobs", "slurm", "k8s")
+    own = (*code, "docs", "website")
+    pages = ("README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md", "CITATION.cff", "AGENTS.md")
+    build = ("Makefile", "constraints.txt", "hatch_build.py", "pyproject.toml")
+    assert set(tracked(*own, *pages, *build)) <= names
 
 
 def test_an_installed_wheel_renders_what_the_checkout_renders(built: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""The commands for files that people write and read: init, check, schema."""
+"""The commands for files that people write and read: new, init, check, schema."""
 
 from __future__ import annotations  # naming a type must not import it
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,26 @@ from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
 from toolkit.cli.output import note
 from toolkit.errors import InputError
+
+
+@cli.command(epilog=example("toolkit new my-model && cd my-model && toolkit run job.yaml"))
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--example",
+    "job",
+    metavar="NAME",
+    help="Train with the toolkit's own code: digits, chars, fashion-mnist, shuttle or sweep.",
+)
+def new(folder: Path, job: str | None) -> None:
+    """Write a project into a new folder: a job file, a script to start from, profiles.
+
+    Nothing in DIR is overwritten: exit status 2 if it holds anything.
+    """
+    written = toolkit.write_project(folder, example=job)
+    shown = [path for path in written if path.relative_to(folder).parts[:2] != ("k8s", "base")]
+    for path in [*shown, folder / "k8s" / "base"]:
+        click.echo(f"written: {path}")
+    click.echo(f"next: cd {shlex.quote(str(folder))} && toolkit run job.yaml")
 
 
 @cli.command(epilog=example("toolkit init && toolkit submit jobs/digits.yaml --follow"))

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,14 +18,18 @@ from toolkit.cli import exit_status
 from toolkit.cli.output import say, stop_writing
 from toolkit.errors import ToolkitError
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 # ---- The commands, their arguments and options
 
 _MODULES = {
-    **dict.fromkeys(("init", "check"), "files"),
+    **dict.fromkeys(("new", "init", "check"), "files"),
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
     **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs", "stacks"), "runs"),
     **dict.fromkeys(("goodput", "report", "forward", "show"), "runs"),
     "schema": "files",
+    **dict.fromkeys(("completion", "man"), "shell"),
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""
 
@@ -65,9 +70,29 @@ def _or_default(ctx: click.Context, param: click.Parameter, value: str | None) -
     return value
 
 
+def _profiles(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the words that may end `--to`, for the shell: names of profiles, or a file."""
+    from click.shell_completion import CompletionItem
+
+    from toolkit.profile import profile_names
+
+    names = [name for name in profile_names() if name.startswith(incomplete)]
+    return [CompletionItem(n) for n in names] or [CompletionItem(incomplete, type="file")]
+
+
+def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the runs that a word may end as, for the shell: the names of your list."""
+    from click.shell_completion import CompletionItem
+
+    from toolkit.runs import registry
+
+    names = {record.name: None for record in registry.records()}
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
 JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
-RUN = click.argument("run", metavar="RUN")
-RUNS = click.argument("names", metavar="RUN...", nargs=-1, required=True)
+RUN = click.argument("run", metavar="RUN", shell_complete=_runs)
+RUNS = click.argument("names", metavar="RUN...", nargs=-1, required=True, shell_complete=_runs)
 SET = click.option(
     "--set",
     "overrides",
@@ -79,6 +104,7 @@ TO = click.option(
     "--to",
     metavar="PROFILE",
     callback=_or_default,
+    shell_complete=_profiles,
     help="A profile's name or file; without it, the default profile, which `toolkit init` writes.",
 )
 FOLLOW = click.option("--follow", "-f", is_flag=True, help="Show the log until the run has ended.")
@@ -98,6 +124,9 @@ TRUST = click.option(
 )
 
 # ---- The program
+
+COMPLETE = "_TOOLKIT_COMPLETE"
+"""The variable by which a shell asks what may follow, as `toolkit completion` says."""
 
 _AS_GIVEN = "toolkit.as_given"
 
@@ -119,6 +148,10 @@ def main() -> None:
     for stream, errors in ((sys.stdout, _AS_GIVEN), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(cli, {}, "toolkit", COMPLETE, instruction))
     try:
         # Not cli.main(), which would report a closed pipe as a failure.
         with cli.make_context("toolkit", sys.argv[1:]) as context:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 TOOLKIT = Path(sys.executable).parent / "toolkit"
 JOB = "name: digits\nmodule: train\nimage: localhost/train:latest\n"
 COMMANDS = [
+    "new",
     "init",
     "check",
     "render",
@@ -37,6 +38,8 @@ COMMANDS = [
     "forward",
     "show",
     "schema",
+    "completion",
+    "man",
 ]
 
 Result = subprocess.CompletedProcess[str]

@@ -1,0 +1,337 @@
+"""What a stranger has: the wheel in an empty environment, no checkout, four commands."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.conftest import ROOT, Until
+from tests.support.processes import with_environment
+
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A virtual environment, and a user who has nothing else."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        found = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": found, "HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+
+    def __call__(
+        self, *argv: str | Path, cwd: Path, status: int = 0
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a program of the environment, and see its exit status."""
+        program = [self.folder / "bin" / argv[0], *argv[1:]]
+        done = subprocess.run(
+            program, cwd=cwd, env=self.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, f"{argv}: {done.stdout}{done.stderr}"
+        return done
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def house(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and what it needs, so that pip and uv ask no index."""
+    folder = tmp_path_factory.mktemp("house")
+    pip(sys.executable, "download", "-c", CONSTRAINTS, "--dest", folder, wheel)
+    return folder
+
+
+def pip(python: str | Path, *argv: str | Path) -> None:
+    quiet = ["-qq", "--disable-pip-version-check"]
+    subprocess.run([python, "-m", "pip", argv[0], *quiet, *argv[1:]], check=True)
+
+
+@pytest.fixture(scope="module")
+def by_pip(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    folder = tmp_path_factory.mktemp("by-pip")
+    venv.create(folder / "venv", with_pip=True)
+    local = ("--no-index", "--find-links", house)
+    pip(folder / "venv/bin/python", "install", *local, "torch-deploy-toolkit")
+    return Environment(folder=folder / "venv", home=folder)
+
+
+@pytest.fixture(scope="module")
+def by_uv(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    folder = tmp_path_factory.mktemp("by-uv")
+    uv, environment = str(Path(sys.executable).with_name("uv")), folder / "venv"
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(environment)], check=True)
+    local = ["--offline", "--no-index", "--find-links", str(house)]
+    argv = [uv, "pip", "install", "-q", "--python", str(environment / "bin/python"), *local]
+    subprocess.run([*argv, "torch-deploy-toolkit"], check=True)
+    return Environment(folder=environment, home=folder)
+
+
+@pytest.fixture(scope="module")
+def torch_environment(by_pip: Environment) -> Environment:
+    """The wheel in an environment that has torch, and no `train` but that of the wheel.
+
+    It is lent what this environment has, except the checkout: Python does not read the `.pth` files
+    of a folder that one of them names.
+    """
+    (site,) = by_pip.folder.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    torchrun = by_pip.folder / "bin/torchrun"
+    python = by_pip.folder / "bin/python"
+    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    return by_pip
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    return folder
+
+
+def only_run(project: Path) -> Path | None:
+    return next(iter(project.glob("runs/*")), None)
+
+
+def output_of(run: Path) -> str:
+    return "".join(path.read_text() for path in sorted(run.glob("logs/*/node-*.log")))
+
+
+# ---- Four commands
+
+
+@pytest.mark.parametrize("installed", ["by_pip", "by_uv"])
+def test_an_empty_environment_renders_a_new_project_for_both_schedulers(
+    installed: str, request: pytest.FixtureRequest, empty: Path
+) -> None:
+    stranger: Environment = request.getfixturevalue(installed)
+    stranger("toolkit", "new", "my-model", cwd=empty)
+    project = empty / "my-model"
+    script = stranger("toolkit", "render", "job.yaml", "--to", "slurm", cwd=project).stdout
+    assert script.startswith("#!/bin/bash\n# Job my-model ")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    manifest = stranger("toolkit", "render", "job.yaml", "--to", "k8s", cwd=project).stdout
+    assert "\nkind: Job\n" in manifest
+    for name in ("toolkit", "toolkit_train", "train"):
+        code = f"import {name}; print({name}.__file__)"
+        place = stranger("python", "-c", code, cwd=empty).stdout
+        assert place.startswith(str(stranger.folder))
+
+
+def test_a_new_project_trains_and_survives_the_kill_of_a_rank(
+    torch_environment: Environment, empty: Path, until: Until
+) -> None:
+    stranger, project = torch_environment, empty / "my-model"
+    stranger("toolkit", "new", "my-model", cwd=empty)
+    toolkit = stranger.folder / "bin/toolkit"
+    process = subprocess.Popen(
+        [toolkit, "run", "job.yaml", "--set", "args=[--epochs, '30']"],
+        cwd=project,
+        env=stranger.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    until(lambda: (run := only_run(project)) and (run / "checkpoint.pt").is_file(), "a checkpoint")
+    run = only_run(project)
+    assert run is not None
+    ranks = [
+        pid
+        for pid in with_environment(f"TRAIN_RUN_DIR={run}")
+        if b"train.py" in (words := Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"))
+        and b"torch.distributed.run" not in words
+    ]
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    epochs = [int(epoch) for epoch in re.findall(r"epoch (\d+) step", output_of(run))]
+    assert sorted(set(epochs)) == list(range(1, 31))
+    assert len(epochs) <= 31, "the restart resumed; one epoch may have lacked its checkpoint"
+    for site, first in (("slurm", "#!/bin/bash"), ("k8s", "# Job my-model")):
+        text = stranger("toolkit", "render", "job.yaml", "--to", site, cwd=project).stdout
+        assert text.startswith(first)
+    status = stranger("toolkit", "status", run.name, cwd=empty).stdout
+    assert "SUCCEEDED" in status
+
+
+def test_our_own_example_trains_without_a_checkout(
+    torch_environment: Environment, empty: Path
+) -> None:
+    stranger = torch_environment
+    stranger("toolkit", "new", "numbers", "--example", "digits", cwd=empty)
+    one = "resources={nnodes: 1, nproc_per_node: 1, cpus_per_node: 1}"
+    argv = ["job.yaml", "--set", one, "--set", "args=[--task, digits, --epochs, '1']"]
+    done = stranger("toolkit", "run", *argv, cwd=empty / "numbers")
+    assert "SUCCEEDED" in done.stderr + done.stdout
+    run = only_run(empty / "numbers")
+    assert run is not None
+    assert json.loads((run / "outcome.json").read_text())["status"] == "done"
+
+
+# ---- Two names for one training program
+
+
+def modules(environment: Environment, folder: Path, *names: str) -> list[str]:
+    """Return the files of the modules that `python -m NAME` would run in a folder."""
+    code = (
+        "import importlib.util, sys; sys.path[0] = sys.argv[1]; "
+        "print(*(importlib.util.find_spec(name).origin for name in sys.argv[2:]), sep='\\n')"
+    )
+    done = environment("python", "-c", code, folder, *names, cwd=folder)
+    return done.stdout.splitlines()
+
+
+PROGRAM = {
+    "a module": "train.py",
+    "a package": "train/__main__.py",
+    "a folder without __init__.py": "train/__main__.py",
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAM)
+def test_a_train_of_ones_own_is_found_first_and_hides_nothing(
+    kind: str, torch_environment: Environment, empty: Path
+) -> None:
+    program = empty / PROGRAM[kind]
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("print('mine')\n")
+    if kind == "a package":
+        (empty / "train/__init__.py").touch()
+    assert torch_environment("python", "-m", "train", cwd=empty).stdout == "mine\n"
+    shown = torch_environment("python", "-m", "toolkit_train", "--help", cwd=empty).stdout
+    assert shown.startswith("usage: torchrun ")
+
+
+def test_a_folder_of_data_called_train_hides_nothing(
+    torch_environment: Environment, empty: Path
+) -> None:
+    (empty / "train").mkdir()
+    (empty / "train/0001.png").touch()
+    shown = torch_environment("python", "-m", "train", "--help", cwd=empty).stdout
+    assert shown.startswith("usage: torchrun ")
+    # What a task of one's own imports.
+    names = ["train.tasks", "train.layers", "train.data.order"]
+    ours = [f"toolkit_{name}" for name in names]
+    found = modules(torch_environment, empty, *names, *ours)
+    assert found[:3] == found[3:]
+
+
+def test_an_installed_train_of_another_package_is_found_first(
+    torch_environment: Environment, empty: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "venv"
+    shutil.copytree(torch_environment.folder, copy, symlinks=True)
+    (site,) = copy.glob("lib/python*/site-packages")
+    (site / "train.py").write_text("print('theirs')\n")
+    stranger = Environment(folder=copy, home=tmp_path)
+    assert stranger("python", "-m", "train", cwd=empty).stdout == "theirs\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "toolkit_train"])
+def test_a_task_of_ones_own_imports_the_name_that_runs(
+    name: str, torch_environment: Environment, empty: Path
+) -> None:
+    (empty / "mine.py").write_text(
+        f"import torch\nfrom {name}.data.order import Batch\n"
+        f"from {name}.tasks import Classifier\n"
+        "class Mine(Classifier):\n"
+        "    def model(self):\n        return torch.nn.Linear(2, 2)\n"
+        "    def train(self):\n"
+        "        return Batch(inputs=torch.zeros(8, 2), targets=torch.zeros(8).long())\n"
+        "    test = train\n"
+    )
+    argv = ["--task", "mine.py:Mine", "--steps", "1", "--global-batch", "8", "--run-dir", "run"]
+    torch_environment("python", "-m", name, *argv, cwd=empty)
+    assert json.loads((empty / "run/outcome.json").read_text())["status"] == "done"
+
+
+def test_a_run_goes_on_under_the_other_name_with_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "names").mkdir()
+    (tmp_path / "names/toolkit_train").symlink_to(ROOT / "train")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path / 'names'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+
+    def train(name: str, run_dir: Path) -> bytes:
+        argv = ["--steps", "12", "--checkpoint-every", "4", "--keep-checkpoints", "9"]
+        export = ["--export", str(run_dir.with_suffix(".safetensors")), "--run-dir", str(run_dir)]
+        subprocess.run([sys.executable, "-m", name, *argv, *export], env=environ, check=True)
+        return run_dir.with_suffix(".safetensors").read_bytes()
+
+    def back_to(run_dir: Path, step: int, copy: Path) -> Path:
+        shutil.copytree(run_dir, copy)
+        (copy / "outcome.json").unlink()
+        for path in copy.glob("checkpoints/attempt-*/step-*"):
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        return copy
+
+    whole = train("train", tmp_path / "whole")
+    second = back_to(tmp_path / "whole", 4, tmp_path / "second")
+    assert train("toolkit_train", second) == whole
+    third = back_to(second, 8, tmp_path / "third")
+    assert train("train", third) == whole
+    for run_dir, step in ((second, 4), (third, 8)):
+        events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+        assert [e["step"] for e in events if e["event"] == "resume"][-1] == step
+
+
+# ---- All of it
+
+
+@pytest.mark.slow
+def test_pip_installs_all_that_training_needs(
+    house: Path, wheel: Path, tmp_path: Path, empty: Path
+) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv/bin/python"
+    pip(python, "install", "-c", CONSTRAINTS, f"torch-deploy-toolkit[train] @ {wheel.as_uri()}")
+    stranger = Environment(folder=tmp_path / "venv", home=tmp_path)
+    stranger("toolkit", "new", "my-model", cwd=empty)
+    stranger("toolkit", "run", "job.yaml", cwd=empty / "my-model")
+    stranger("toolkit", "new", "numbers", "--example", "digits", cwd=empty)
+    stranger("toolkit", "run", "job.yaml", cwd=empty / "numbers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+def test_newer_versions_of_python_render_a_new_project(
+    version: str, wheel: Path, tmp_path: Path, empty: Path
+) -> None:
+    uv = str(Path(sys.executable).with_name("uv"))
+    asked = [uv, "python", "find", "--no-python-downloads", "--system", version]
+    there = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    if not there:
+        pytest.skip(f"there is no Python {version} here")
+    subprocess.run([there, "-m", "venv", str(tmp_path / "venv")], check=True)
+    pip(tmp_path / "venv/bin/python", "install", "-c", CONSTRAINTS, wheel)
+    stranger = Environment(folder=tmp_path / "venv", home=tmp_path)
+    stranger("toolkit", "new", "my-model", cwd=empty)
+    for site in ("slurm", "k8s"):
+        stranger("toolkit", "check", "job.yaml", "--to", site, cwd=empty / "my-model")
+        stranger("toolkit", "render", "job.yaml", "--to", site, cwd=empty / "my-model")
+
+
+def test_every_import_within_train_is_relative() -> None:
+    absolute: list[str] = []
+    for path in sorted((ROOT / "train").rglob("*.py")):
+        lines = re.findall(r"^\s*(?:from|import) train\b.*", path.read_text(), re.MULTILINE)
+        absolute += [f"{path}: {line}" for line in lines]
+    assert absolute == []
