@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -132,6 +132,10 @@ notebooks: install  ## Run the notebooks again and keep what they show; on the s
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
+
+release: install  ## Build wheel and sdist twice, compare and check them, and write SBOM and checksums: all in dist/
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@distribution/release.sh
 
 clean: sandbox-down  ## Remove what was made here, runs excepted
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site .cache/site

@@ -11,7 +11,8 @@ import yaml
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
-from toolkit.cli import cli
+from toolkit.cli import cli, exit_status
+from toolkit.errors import ToolkitError
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -115,3 +116,53 @@ def test_the_job_of_the_readme_validates_for_editors() -> None:
     header = block("# yaml-language-server").split("\n", 1)[0]
     assert header == (ROOT / "jobs/digits.yaml").read_text().split("\n", 1)[0]
     assert yaml.safe_load(block("# yaml-language-server"))["name"] == "digits"
+
+
+# ---- The pages for programs
+
+
+AGENTS = (ROOT / "AGENTS.md").read_text()
+
+
+def test_the_page_for_agents_lists_every_command() -> None:
+    listed = re.findall(r"^\| `toolkit ([a-z]+)` \|", AGENTS, re.MULTILINE)
+    assert listed == cli.list_commands(click.Context(cli))
+
+
+@pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
+def test_the_page_for_agents_knows_which_commands_print_json(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    options = {word for parameter in command.params for word in parameter.opts}
+    (line,) = re.findall(rf"^\| `toolkit {name}` \|.*", AGENTS, re.MULTILINE)
+    assert ("`--json`" in line) == ("--json" in options)
+
+
+def test_the_page_for_agents_has_the_exit_statuses_of_the_program() -> None:
+    known = {exit_status.DONE, exit_status.FAILED, exit_status.UNUSABLE, exit_status.INTERRUPTED}
+    listed = {int(word) for word in re.findall(r"^\| (\d+) \|", AGENTS, re.MULTILINE)}
+    assert listed == known | {error.exit_status for error in ToolkitError.__subclasses__()}
+
+
+def test_every_page_is_named_for_programs_with_links_that_lead_somewhere() -> None:
+    texts = {path: (ROOT / path).read_text() for path in ("AGENTS.md", "llms.txt")}
+    links = {path: set(re.findall(r"\]\(([^)#]+)\)", text)) for path, text in texts.items()}
+    for path, targets in links.items():
+        assert not [target for target in targets if not (ROOT / target).is_file()], path
+    pages = {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")}
+    assert pages - {"docs/index.md"} <= links["llms.txt"]
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == toolkit.__version__
+
+
+def test_the_changelog_has_the_headings_of_keep_a_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert versions[0] == "Unreleased"
+    for version in versions[1:]:
+        assert re.fullmatch(r"\[?\d+\.\d+\.\d+\]? - \d{4}-\d\d-\d\d", version), version
+    kinds = {kind.partition(":")[0] for kind in re.findall(r"^### (.*)", text, re.MULTILINE)}
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
