@@ -1,6 +1,5 @@
 """What all tests share: a user of their own, and the real Slurm cluster."""
 
-import fcntl
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.once import made_once
 from tests.support.slurm_site import Site
 
 # No test asserts a time: a loaded machine is slow, not broken. The gate tries the same values each
@@ -50,25 +50,13 @@ def own_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the sdist, built once for all processes of the tests."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            draft = folder.with_suffix(".draft")
-            argv = [
-                sys.executable,
-                "-m",
-                "build",
-                "--no-isolation",
-                "--outdir",
-                str(draft),
-                str(ROOT),
-            ]
-            subprocess.run(argv, check=True, capture_output=True)
-            draft.rename(folder)
-    return folder
+    """A folder with the wheel and the sdist."""
+
+    def build(folder: Path) -> None:
+        argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+        subprocess.run(argv, check=True, capture_output=True)
+
+    return made_once(tmp_path_factory, "dist", build)
 
 
 Until = Callable[..., None]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 
 
@@ -52,7 +53,6 @@ def test_what_is_in_no_commit_is_not_released(checkout: Path) -> None:
     assert not (checkout / "dist").exists()
 
 
-@pytest.mark.slow
 def test_a_release_is_wheel_sdist_sbom_and_checksums(checkout: Path) -> None:
     pytest.importorskip("twine", reason="tests/peers.sh installs what releases need")
     done = release(checkout)

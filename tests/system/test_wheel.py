@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.conftest import ROOT, Until
+from tests.conftest import ROOT, Cluster, Until
+from tests.support.once import made_once
 from tests.support.processes import with_environment
 
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -53,9 +54,11 @@ def wheel(built: Path) -> Path:
 @pytest.fixture(scope="module")
 def house(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and what it needs, so that pip and uv ask no index."""
-    folder = tmp_path_factory.mktemp("house")
-    pip(sys.executable, "download", "-c", CONSTRAINTS, "--dest", folder, wheel)
-    return folder
+
+    def fetch(folder: Path) -> None:
+        pip(sys.executable, "download", "-c", CONSTRAINTS, "--dest", folder, wheel)
+
+    return made_once(tmp_path_factory, "house", fetch)
 
 
 def pip(python: str | Path, *argv: str | Path) -> None:
@@ -65,22 +68,27 @@ def pip(python: str | Path, *argv: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def by_pip(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    folder = tmp_path_factory.mktemp("by-pip")
-    venv.create(folder / "venv", with_pip=True)
-    local = ("--no-index", "--find-links", house)
-    pip(folder / "venv/bin/python", "install", *local, "torch-deploy-toolkit")
-    return Environment(folder=folder / "venv", home=folder)
+    def install(folder: Path) -> None:
+        venv.create(folder, with_pip=True)
+        local = ("--no-index", "--find-links", house)
+        pip(folder / "bin/python", "install", *local, "torch-deploy-toolkit")
+
+    folder = made_once(tmp_path_factory, "by-pip", install)
+    return Environment(folder=folder, home=tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
 def by_uv(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    folder = tmp_path_factory.mktemp("by-uv")
-    uv, environment = str(Path(sys.executable).with_name("uv")), folder / "venv"
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(environment)], check=True)
-    local = ["--offline", "--no-index", "--find-links", str(house)]
-    argv = [uv, "pip", "install", "-q", "--python", str(environment / "bin/python"), *local]
-    subprocess.run([*argv, "torch-deploy-toolkit"], check=True)
-    return Environment(folder=environment, home=folder)
+    def install(folder: Path) -> None:
+        uv = str(Path(sys.executable).with_name("uv"))
+        argv = [uv, "venv", "-q", "--python", sys.executable, str(folder)]
+        subprocess.run(argv, check=True)
+        local = ["--offline", "--no-index", "--find-links", str(house)]
+        argv = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python"), *local]
+        subprocess.run([*argv, "torch-deploy-toolkit"], check=True)
+
+    folder = made_once(tmp_path_factory, "by-uv", install)
+    return Environment(folder=folder, home=tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +99,16 @@ def torch_environment(by_pip: Environment) -> Environment:
     of a folder that one of them names.
     """
     (site,) = by_pip.folder.glob("lib/python*/site-packages")
-    (site / "lent.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
-    torchrun = by_pip.folder / "bin/torchrun"
-    python = by_pip.folder / "bin/python"
-    torchrun.write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
-    torchrun.chmod(0o755)
+    python, torchrun = by_pip.folder / "bin/python", by_pip.folder / "bin/torchrun"
+    texts = {
+        site / "lent.pth": f"{Path(numpy.__file__).parents[1]}\n",
+        torchrun: f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
+    }
+    for path, text in texts.items():  # another process may use them already
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(text)
+        draft.chmod(0o755)
+        draft.replace(path)
     return by_pip
 
 
@@ -184,6 +197,25 @@ def test_our_own_example_trains_without_a_checkout(
     run = only_run(empty / "numbers")
     assert run is not None
     assert json.loads((run / "outcome.json").read_text())["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.parametrize("example", [(), ("--example", "digits")])
+def test_a_project_trains_on_slurm_with_the_wheel_on_the_nodes(
+    example: tuple[str, ...], cluster: Cluster, torch_environment: Environment, empty: Path
+) -> None:
+    stranger, project = torch_environment, empty / "my-model"
+    stranger("toolkit", "new", "my-model", *example, cwd=empty)
+    (project / ".venv").symlink_to(stranger.folder)  # as the profile says
+    path = f"{stranger.folder / 'bin'}{os.pathsep}{cluster.environ['PATH']}"
+    toolkit = str(stranger.folder / "bin/toolkit")
+    argv = [toolkit, "submit", "job.yaml", "--to", "slurm", "--follow"]
+    environ = {**cluster.environ, **stranger.environ, "PATH": path}
+    done = subprocess.run(
+        argv, cwd=project, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- Two names for one training program
