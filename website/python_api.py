@@ -3,7 +3,7 @@
 import toolkit
 
 PAGES = {
-    "jobs": ("Jobs, plans, rendering", ("job", "planning", "rendering")),
+    "jobs": ("Projects, jobs, plans, rendering", ("project", "job", "planning", "rendering")),
     "profiles": ("Profiles", ("profile",)),
     "runs": ("Runs", ("api", "runs")),
     "functions": ("Functions on ranks", ("functions",)),
