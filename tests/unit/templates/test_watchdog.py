@@ -362,29 +362,35 @@ import json, sys, time, types
 def recorder(name):
     entry = {"collective_seq_id": 9, "process_group": ["0", "default_pg"], "is_p2p": False,
              "profiling_name": name, "state": "scheduled", "retired": False}
-    return lambda: json.dumps({"entries": [entry]}).encode()
+    record = {"version": "2.10"} | ({"entries": [entry]} if name else {})
+    return lambda: json.dumps(record).encode()
 torch = sys.modules["torch._C._distributed_c10d"] = types.ModuleType("recorders")
-torch._dump_fr_trace_json = recorder("gloo:broadcast")
+torch._dump_fr_trace_json = recorder(sys.stdin.readline().strip())
 torch._dump_nccl_trace_json = recorder("nccl:all_reduce")
 print(flush=True)
 time.sleep(1000)
 """
 
 
-def test_the_records_of_both_gloo_and_nccl_are_read(watchdog: ModuleType, site: Path) -> None:
-    """A torch for GPUs has a recorder of its own for NCCL; gloo's has nothing of it."""
+@pytest.mark.parametrize("gloo", ["gloo:broadcast", ""])
+def test_the_records_of_both_gloo_and_nccl_are_read(
+    gloo: str, watchdog: ModuleType, site: Path
+) -> None:
+    """A torch for GPUs has a recorder of its own for NCCL; gloo's has no entries without gloo."""
     with python(site, RECORDS) as process:
         try:
-            assert process.stdout
+            assert process.stdin and process.stdout
+            process.stdin.write(f"{gloo}\n")
+            process.stdin.flush()
             process.stdout.readline()
             rank = json.loads((site / "exchange/3.json").read_text())
             found = watchdog.examine(rank, site / "exchange")["collectives"]
         finally:
             process.kill()
-    assert {key: each["name"] for key, each in found.items()} == {
-        "0": "broadcast",
-        "0 (nccl)": "all_reduce",
-    }
+    expected = {"0": "broadcast", "0 (nccl)": "all_reduce"}
+    if not gloo:
+        del expected["0"]
+    assert {key: each["name"] for key, each in found.items()} == expected
 
 
 FORKS = """
