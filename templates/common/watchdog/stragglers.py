@@ -6,10 +6,11 @@ collective or go on, and wait in a later one: they have waited where the rank is
 late. Where it is late all the time, they have waited once in each step, or more often. A step is as
 many collectives as recur in the same order with the same sizes.
 
-On GPUs (NCCL), ranks queue collectives, and when they do so says nothing. There torch measures how
-long each collective takes on the GPU: all ranks end it together, so that the last one to begin it
-takes the shortest. Clocks do not matter then. But the others may compute while the collective
-waits: what is lost is, about, at least the longest wait of each step, and at most all of its waits.
+On GPUs (NCCL), a rank queues collectives ahead, and the time of queueing says nothing. There torch
+measures how long each collective takes on the GPU. All ranks end it together, so the last rank to
+begin it takes the shortest; clocks do not matter. But the other ranks may compute while the
+collective waits. So a slow rank costs, about, at least the longest wait of each step, and at most
+the sum of all waits.
 """
 
 from array import array
@@ -67,9 +68,9 @@ class Comparison(NamedTuple):
 
 
 def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
-    """Return the newest collectives of all ranks: those a rank has begun, or its GPU has ended.
+    """Return the newest collectives of the default group that a rank has begun, or its GPU ended.
 
-    The GPU's are known where TORCH_NCCL_ENABLE_TIMING is set.
+    torch knows those of the GPU where TORCH_NCCL_ENABLE_TIMING is set.
     """
     of_all = [e for e in entries if e["process_group"][0] == "0" and not e["is_p2p"]]
     timed = [e for e in of_all if e.get("duration_ms") is not None]
@@ -180,9 +181,9 @@ def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
 def _latest_on_gpu(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
     """Return the rank whose GPU comes last by the longest times.
 
-    Collectives that look alike may be many of a step, so that one of them tells of all ranks'
-    waits. Thus not each step is asked whether the rank is last, but as many parts of the time as
-    steps are needed.
+    A step may have many collectives of the same size, of which only one shows that the rank is
+    late. So the time is divided into as many parts as `FEWEST_STEPS`, and the rank must be the last
+    one in most parts.
     """
     rank, late, margins = _last_by_most(times)
     late, margins = late[1:], margins[1:]  # between the first collective and the last one
@@ -227,7 +228,7 @@ def _last_by_most(
 
 
 def _took(times: Mapping[int, Sequence[float]]) -> float:
-    """Return the time from when all have begun the first collective until the last one."""
+    """Return the seconds from the first collective to the last one, each begun by all ranks."""
     return max(own[-1] for own in times.values()) - max(own[0] for own in times.values())
 
 
