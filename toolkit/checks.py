@@ -27,6 +27,7 @@ _RULES = {
     rule.id: rule
     for rule in (
         *lint.SCRIPT_RULES,
+        *lint.TRAINING_RULES,
         *lint.JOB_RULES,
         *lint.MANIFEST_RULES,
         *lint.SITE_RULES,
@@ -75,12 +76,12 @@ def check(
     command: Command = run_command,
     api_client: Any = None,
 ) -> list[Finding]:
-    """Return everything that is wrong with a job file, a batch script, or Kubernetes manifests.
+    """Return everything that is wrong with a job, a script, or Kubernetes manifests.
 
     Args:
-        path: The file. It is a batch script if it begins with `#!`, holds `#SBATCH` lines or has
-            the suffix `.sbatch`, `.sh`, `.slurm` or `.job`; it is a stream of manifests if its
-            documents have `apiVersion` and `kind`.
+        path: The file. It is a training script if its suffix is `.py`; a batch script if it begins
+            with `#!`, holds `#SBATCH` lines or has the suffix `.sbatch`, `.sh`, `.slurm` or `.job`;
+            a stream of manifests if its documents have `apiVersion` and `kind`.
         overrides: Assignments to keys of a job file.
         to: The profiles that a job file must work with; for manifests, that of their namespace.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
@@ -95,6 +96,9 @@ def check(
     """
     path = Path(path)
     content = kind_of_file(path)
+    if content == "training":
+        problems = lint.check_training_script(read_text(path), str(path))
+        return [finding(problem) for problem in problems]
     if content == "script":
         problems = _script_problems(path, command if server else None)
         return [finding(problem) for problem in problems]
@@ -120,8 +124,10 @@ def check(
     return list(dict.fromkeys(findings))
 
 
-def kind_of_file(path: Path) -> Literal["job", "manifests", "script"]:
-    """Return what a file holds: a job, Kubernetes objects, or a batch script."""
+def kind_of_file(path: Path) -> Literal["job", "manifests", "script", "training"]:
+    """Return what a file holds: a job, Kubernetes objects, a batch or a training script."""
+    if path.suffix == ".py":
+        return "training"
     try:
         text = read_text(path)
     except InputError:

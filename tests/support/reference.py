@@ -18,6 +18,7 @@ from toolkit.lint.check import (
     MANIFEST_RULES,
     SCRIPT_RULES,
     SITE_RULES,
+    TRAINING_RULES,
 )
 from toolkit.lint.rulebook import Rule
 from toolkit.profile.base import Price
@@ -145,6 +146,7 @@ def rules() -> str:
     ]
     sections: dict[str, tuple[str, tuple[Rule, ...]]] = {
         "Batch scripts": ("`toolkit check FILE.sbatch`", SCRIPT_RULES),
+        "Training scripts": ("`toolkit check FILE.py`", TRAINING_RULES),
         "Job files with a profile": ("`toolkit check JOB.yaml --to PROFILE`", JOB_RULES),
         "Kubernetes manifests": (
             "`toolkit check MANIFEST.yaml`, and what a job file becomes on Kubernetes",

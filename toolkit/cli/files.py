@@ -95,7 +95,9 @@ def check(
     schemas: Path | None,
     as_json: bool,
 ) -> None:
-    """List everything that is wrong with a job file, or with your own batch script or manifest.
+    """List everything that is wrong with a job file, or with a script or manifest of your own.
+
+    A script is a batch script, or a training script in Python (FILE.py), which is not executed.
 
     Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if the file
     cannot be read or is not a job.
@@ -105,9 +107,17 @@ def check(
     content = checks.kind_of_file(file)
     if content == "script" and (to or overrides):
         raise click.UsageError("a batch script names its site itself; --to and --set are for jobs")
+    if content == "training" and (to or overrides or server or schemas):
+        raise click.UsageError(
+            "of a training script only its Python is read; leave out the options"
+        )
     if content == "manifests" and overrides:
         raise click.UsageError("--set is for jobs, not for manifests")
-    if content != "script" and not to and (default := toolkit.default_profile()) is not None:
+    if (
+        content in ("job", "manifests")
+        and not to
+        and (default := toolkit.default_profile()) is not None
+    ):
         to = (default,) if content == "job" or _is_of_kubernetes(default) else ()
     if server and content == "job" and not to:
         raise click.UsageError("--server queries the site of a profile; name one with --to")

@@ -18,15 +18,22 @@ from toolkit.lint.manifests.rules import (
 )
 from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
 from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
-from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, Rule, Violation, allowed_rules
+from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.lint.scripts.values import uncovered
+from toolkit.lint.training.rules import data_parallel, ranks, sampling, saving, steps
+from toolkit.lint.training.rules import processes as training_processes
+from toolkit.lint.training.script import read_training_script
 from toolkit.text.manifests import Stream, View, read_manifests
+from toolkit.text.untrusted import printable
 from toolkit.text.yaml_reader import KeyPath
 
 SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
 """The rules for batch scripts."""
+
+TRAINING_RULES = TRAINING.order((data_parallel, sampling, steps, ranks, training_processes, saving))
+"""The rules for training scripts in Python."""
 
 MANIFEST_RULES = (
     *MANIFESTS.order(
@@ -71,6 +78,25 @@ def check_script(text: str, source: str) -> list[Problem]:
         if rule.id not in allowed.get(violation.at, ()):
             place = f"{source}:{violation.at}"
             message = f"{uncovered(violation.what)}; {violation.fix or rule.fix}"
+            problems.append(Problem(place=place, message=message, rule=rule.id))
+    return in_order(problems)
+
+
+def check_training_script(text: str, source: str) -> list[Problem]:
+    """Return the problems of a training script in Python, by line; each one once.
+
+    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+
+    Raises:
+        InputError: it cannot be read as Python.
+    """
+    script = read_training_script(text, source)
+    allowed = allowed_rules(text, enumerate(text.splitlines(), start=1))
+    problems = []
+    for rule, violation in TRAINING.violations(script):
+        if rule.id not in allowed.get(violation.at, ()):
+            place = f"{source}:{violation.at}"
+            message = f"{printable(violation.what)}; {violation.fix or rule.fix}"
             problems.append(Problem(place=place, message=message, rule=rule.id))
     return in_order(problems)
 

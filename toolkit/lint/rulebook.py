@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Generic, TypeVar
 
 from toolkit.lint.scripts.script import BatchScript
+from toolkit.lint.training.script import TrainingScript
 from toolkit.text.manifests import Stream, View
 
 SubjectT = TypeVar("SubjectT")
@@ -80,6 +81,9 @@ class RuleBook(Generic[SubjectT, PlaceT]):
 SCRIPTS: RuleBook[BatchScript, int] = RuleBook()
 """The rules for batch scripts; a violation stands on a line."""
 
+TRAINING: RuleBook[TrainingScript, int] = RuleBook()
+"""The rules for training scripts in Python; a violation stands on a line."""
+
 MANIFESTS: RuleBook[Stream, View] = RuleBook()
 """The rules for Kubernetes manifests; a violation stands at a value."""
 
@@ -94,6 +98,6 @@ def allowed_rules(text: str, comments: Iterable[tuple[int, str]]) -> dict[int, s
     for number, comment in comments:
         if match := _ALLOWED.search(comment):
             alone = rows[number - 1].lstrip().startswith("#")
-            names = re.findall(r"[a-z][a-z-]+[a-z]", match[1])
+            names = re.findall(r"[a-z][a-z0-9-]+[a-z]", match[1])
             rules_by_line.setdefault(number + alone, set()).update(names)
     return rules_by_line

@@ -70,6 +70,7 @@ class Threaded(WholeModel):
         # A loss within each thread would have to be summed by hand; its mean would be wrong.
         # Beside GPUs that are not in the list it would insist on one.
         if self._gpus:
+            # toolkit: allow data-parallel: for comparison with the other strategies
             self.run = nn.DataParallel(self.model, device_ids=self._gpus)
         self._largest_output = 0
         self.run.register_forward_hook(self._note_output)

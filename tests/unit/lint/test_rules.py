@@ -14,7 +14,14 @@ import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.unit.slurm.test_site_check import CONFIG, PARTITIONS, Site
 from toolkit.checks import check
-from toolkit.lint.check import CLUSTER_RULES, JOB_RULES, MANIFEST_RULES, SCRIPT_RULES, SITE_RULES
+from toolkit.lint.check import (
+    CLUSTER_RULES,
+    JOB_RULES,
+    MANIFEST_RULES,
+    SCRIPT_RULES,
+    SITE_RULES,
+    TRAINING_RULES,
+)
 from toolkit.slurm import SlurmLauncher
 
 JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"
@@ -23,10 +30,11 @@ TOKEN = "hf_" + "a1" * 17
 
 
 def test_every_rule_says_what_it_finds_why_and_what_to_do() -> None:
-    rules = (*SCRIPT_RULES, *JOB_RULES, *MANIFEST_RULES, *SITE_RULES, *CLUSTER_RULES)
+    files = (*SCRIPT_RULES, *TRAINING_RULES, *JOB_RULES, *MANIFEST_RULES)
+    rules = (*files, *SITE_RULES, *CLUSTER_RULES)
     assert len({rule.id for rule in rules}) == len(rules)
     for rule in rules:
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)+", rule.id), rule.id
+        assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z]+)+", rule.id), rule.id
         assert rule.reason.endswith("."), rule.id
         for text in (rule.finds, rule.reason, rule.fix):
             assert text and "\n" not in text, rule.id

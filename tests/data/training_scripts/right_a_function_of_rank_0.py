@@ -1,0 +1,14 @@
+"""A function of rank 0."""
+
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group('gloo')
+def save():
+    torch.save(1, 'x')
+if rank == 0:
+    save()

@@ -1,0 +1,13 @@
+"""Accelerate prepares."""
+
+from accelerate import Accelerator
+
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group('gloo')
+loader = DataLoader(d, shuffle=True)

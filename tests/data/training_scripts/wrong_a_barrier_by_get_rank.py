@@ -1,0 +1,13 @@
+"""A barrier by get_rank."""
+
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group('gloo')
+if not dist.get_rank():
+    download()
+    dist.barrier()  # finds rank0-barrier

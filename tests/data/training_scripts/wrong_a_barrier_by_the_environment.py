@@ -1,0 +1,12 @@
+"""A barrier by the environment."""
+
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group('gloo')
+if os.environ['RANK'] == '0':
+    dist.barrier()  # finds rank0-barrier

@@ -1,0 +1,1 @@
+"""The rules for training scripts, by what they are about."""

@@ -1,0 +1,60 @@
+"""Rules about wrapping a model for data parallelism."""
+
+import ast
+from collections.abc import Iterator
+
+from toolkit.lint.rulebook import TRAINING, Violation
+from toolkit.lint.training.script import TrainingScript
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", "LazyBatchNorm2d")
+
+
+@TRAINING.rule(
+    "ddp-not-assigned",
+    finds="a wrapped model that is thrown away",
+    reason="DistributedDataParallel exchanges gradients in the forward pass of the module that "
+    "it returns. The model that it was given still trains, on each rank for itself, and "
+    "no error says so.",
+    fix="assign it and call the result: model = DistributedDataParallel(model)",
+)
+def _not_assigned(script: TrainingScript) -> Iterator[Violation[int]]:
+    for call in script.torch_calls(*WRAPPERS):
+        if isinstance(next(script.parents(call.node), None), ast.Expr):
+            yield Violation(call.node.lineno, f"the result of {call.last}(…) is not used")
+
+
+@TRAINING.rule(
+    "batchnorm-not-converted",
+    finds="BatchNorm in a model under DistributedDataParallel that each rank computes alone",
+    reason="DistributedDataParallel converts nothing: each rank normalises by its own share of "
+    "the batch, and only rank 0's running statistics survive. With few samples per rank "
+    "the model becomes another one.",
+    fix="write model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before "
+    "DistributedDataParallel, or # toolkit: allow batchnorm-not-converted if shares of "
+    "the batch are large",
+)
+def _not_converted(script: TrainingScript) -> Iterator[Violation[int]]:
+    conversions = [c for c in script.calls if c.last == "convert_sync_batchnorm"]
+    for call in conversions:
+        if isinstance(next(script.parents(call.node), None), ast.Expr):
+            yield Violation(
+                call.node.lineno,
+                "the result of convert_sync_batchnorm(…) is not used",
+                fix="assign it: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+            )
+    if not conversions and script.torch_calls("DistributedDataParallel"):
+        for call in script.torch_calls(*_BATCH_NORMS)[:1]:
+            yield Violation(call.node.lineno, f"{call.last} is not converted to SyncBatchNorm")
+
+
+@TRAINING.rule(
+    "data-parallel",
+    finds="nn.DataParallel",
+    reason="It is one process with a thread per GPU: Python's lock lets one of them run at a "
+    "time, the model is copied in each step, and the first GPU gathers all outputs.",
+    fix="start a process per GPU with torchrun and wrap the model in DistributedDataParallel",
+)
+def _one_process(script: TrainingScript) -> Iterator[Violation[int]]:
+    for call in script.torch_calls("DataParallel"):
+        yield Violation(call.node.lineno, "nn.DataParallel uses one process for all GPUs")

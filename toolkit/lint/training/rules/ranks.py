@@ -1,0 +1,181 @@
+"""Rules about how ranks meet, what each of them does, and where."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from toolkit.lint.rulebook import TRAINING, Violation
+from toolkit.lint.training.script import Called, TrainingScript, about_rank, constant
+
+_COLLECTIVES = frozenset(
+    {
+        *("barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "all_gather"),
+        *("all_gather_into_tensor", "all_gather_object", "gather", "gather_object", "scatter"),
+        *("scatter_object_list", "broadcast_object_list", "reduce_scatter", "all_to_all"),
+        *("reduce_scatter_tensor", "all_to_all_single", "new_group", "destroy_process_group"),
+    }
+)
+_GROUP_AT = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2}
+"""At which place the group of a collective may be given without its name."""
+
+_GROUP = re.compile(r"torch\.distributed\.\w+$")
+
+
+def _collectives(script: TrainingScript) -> list[Called]:
+    return [c for c in script.torch_calls(*_COLLECTIVES) if _GROUP.match(c.name)]
+
+
+@TRAINING.rule(
+    "rank0-barrier",
+    finds="a collective that only some ranks come to",
+    reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for"
+    " ranks that never come, until a timeout of half an hour or more.",
+    fix="call it on all ranks: let only the work stand under the if",
+)
+def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
+    calls = _collectives(script)
+    for call in calls:
+        guard = script.rank_guard(call.node)
+        if guard is None or call.last == "destroy_process_group" or _in_both(guard, call, calls):
+            continue
+        group = call.argument("group", _GROUP_AT.get(call.last))
+        if group is not None or call.last == "new_group":
+            continue  # of the ranks that come here, perhaps
+        yield Violation(call.node.lineno, f"only some ranks call {call.last}() here")
+
+
+def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
+    """Whether the other branch calls the same collective; or this one ends the process."""
+    bodies = [
+        {id(node) for statement in body for node in ast.walk(statement)}
+        for body in (guard.body, guard.orelse)
+    ]
+    sides = [any(c.last == call.last and id(c.node) in body for c in calls) for body in bodies]
+    return all(sides)
+
+
+@TRAINING.rule(
+    "fixed-init-file",
+    finds="a file of a fixed name by which ranks meet",
+    reason="torch leaves the file behind. The next run finds the ranks of the last one in it, "
+    "and hangs or fails.",
+    fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
+)
+def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
+    for call in script.torch_calls("init_process_group"):
+        method = constant(call.argument("init_method", 1))
+        if isinstance(method, str) and method.startswith("file:"):
+            yield Violation(call.node.lineno, f"all runs meet at {method[:60]}")
+    for call in script.torch_calls("FileStore"):
+        if isinstance(name := constant(call.argument("file_name", 0)), str):
+            yield Violation(call.node.lineno, f"all runs meet at {name[:60]}")
+
+
+@TRAINING.rule(
+    "fixed-master-port",
+    finds="a fixed port by which ranks meet",
+    reason="Two runs on one node want the same port: the second one fails, or its ranks join the"
+    " first one.",
+    fix="start the script with torchrun, which chooses a port and tells it to the ranks",
+)
+def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Subscript):
+            continue
+        target = node.targets[0]
+        if script.full_name(target.value) == "os.environ" and (
+            constant(target.slice) == "MASTER_PORT" and constant(node.value) is not None
+        ):
+            yield Violation(node.lineno, f"MASTER_PORT is always {constant(node.value)}")
+    for call in script.torch_calls("init_process_group"):
+        method = constant(call.argument("init_method", 1))
+        if isinstance(method, str) and re.match(r"tcp://.*:\d+", method):
+            yield Violation(call.node.lineno, f"all runs meet at {method[:60]}")
+
+
+@TRAINING.rule(
+    "gloo-on-gpus",
+    finds="gloo as the backend of ranks that train on GPUs",
+    reason="gloo sends the gradients through the host's memory and CPUs; NCCL sends them from "
+    "GPU to GPU.",
+    fix='write "nccl" where there are GPUs: "nccl" if torch.cuda.is_available() else "gloo"',
+)
+def _gloo(script: TrainingScript) -> Iterator[Violation[int]]:
+    if not _trains_on_gpus(script):
+        return
+    for call in script.torch_calls("init_process_group"):
+        if constant(call.argument("backend", 0)) == "gloo":
+            yield Violation(call.node.lineno, "gradients of GPUs go through gloo")
+
+
+@TRAINING.rule(
+    "set-device-missing",
+    finds="ranks that all use the first GPU of their node",
+    reason="`cuda` without a number is GPU 0 for every rank: NCCL refuses a second rank there, "
+    "or memory runs out.",
+    fix='call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first',
+)
+def _no_device(script: TrainingScript) -> Iterator[Violation[int]]:
+    if not script.joins_ranks or script.is_wrapped or script.torch_calls("set_device", "device"):
+        return
+    text = ast.unparse(script.tree)
+    if re.search(r"CUDA_VISIBLE_DEVICES|device_id\b", text):
+        return
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            attribute, given = node.func.attr, [constant(one) for one in node.args]
+            if (attribute == "cuda" and not node.args and not node.keywords) or (
+                attribute == "to" and given[:1] == ["cuda"]
+            ):
+                yield Violation(node.lineno, "every rank of a node uses the same GPU here")
+                return
+
+
+@TRAINING.rule(
+    "save-on-every-rank",
+    finds="a file that all ranks write at once",
+    reason="Ranks write into the same file at the same time: it may be torn, and a resume fails "
+    "or reads a mixture.",
+    fix="write it under if rank == 0:, to another name first, then os.replace() it",
+)
+def _all_write(script: TrainingScript) -> Iterator[Violation[int]]:
+    if not script.joins_ranks or script.is_wrapped:
+        return
+    for call in script.torch_calls("save"):
+        place = call.argument("f", 1)
+        if (
+            call.name != "torch.save"
+            or script.rank_guard(call.node)
+            or _returns_early(script, call)
+        ):
+            continue
+        if place is not None and re.search(r"rank|shard|pid", ast.unparse(place), re.I):
+            continue
+        if (function := script.function_of(call.node)) and _called_under_guard(
+            script, function.name
+        ):
+            continue
+        yield Violation(call.node.lineno, "every rank writes this file")
+
+
+def _returns_early(script: TrainingScript, call: Called) -> bool:
+    """Whether other ranks have left the function before: `if rank != 0: return`."""
+    function = script.function_of(call.node)
+    return function is not None and any(
+        isinstance(node, ast.If)
+        and about_rank(node.test)
+        and node.lineno < call.node.lineno
+        and any(isinstance(one, ast.Return | ast.Continue) for one in node.body)
+        for node in ast.walk(function)
+    )
+
+
+def _called_under_guard(script: TrainingScript, name: str) -> bool:
+    """Whether a function of the script is called by some ranks only, each time."""
+    calls = [c for c in script.calls if c.last == name and not c.name.startswith("torch.")]
+    return bool(calls) and all(script.rank_guard(c.node) for c in calls)
+
+
+def _trains_on_gpus(script: TrainingScript) -> bool:
+    text = ast.unparse(script.tree)
+    return bool(re.search(r"\.cuda\(|\.to\(['\"]cuda|device\(['\"]cuda|set_device\(", text))
