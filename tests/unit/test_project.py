@@ -111,6 +111,8 @@ def test_the_help_names_every_example() -> None:
         ("Ünïcode", "n-code"),
         ("a" * 31 + "-b", "a" * 31),
         ("42", "training"),
+        ("null", "null"),
+        ("no", "no"),
     ],
 )
 def test_the_name_of_the_job_is_that_of_the_folder_as_far_as_it_can_be(
