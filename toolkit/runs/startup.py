@@ -4,9 +4,12 @@ torchrun makes the folder of its logs on each node when it starts, and the folde
 it when all nodes have met (docs/reference/run-directory.md).
 """
 
+import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import InputError
 from toolkit.runs.log_reader import attempt_numbers
@@ -18,12 +21,15 @@ from toolkit.text.yaml_reader import read_document
 _NODE = re.compile(r"node-(\d{1,6})")
 _MOST_NAMED = 4
 _JOB_BYTES = 1 << 20
+_TRAIN = ("train", "toolkit_train")
+"""The names of the module that records its steps, in a checkout and of the wheel."""
 
 
 def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = None) -> str | None:
     """Return what the newest attempt of a running run waits for; None once it has made a step.
 
-    None, too, where the run directory does not say it, such as before the first attempt.
+    None, too, where the run directory does not say it, such as before the first attempt, or when
+    the ranks of a script have started that may never record a step.
 
     Args:
         run_dir: The run directory itself.
@@ -36,12 +42,15 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
     folder = run_dir / f"logs/attempt-{attempts[-1]}"
     started = _nodes_with_torchrun(folder, run_dir)
     ranks = [path for path in started.values() if path is not None]
+    job = _job(run_dir)
+    if ranks and not _records_steps(job, run_dir):
+        return None
     if ranks:
         now = time.time() if now is None else now
         ages = [now - path.lstat().st_mtime for path in ranks if path.exists()]
         since = f"; its ranks started {rounded_duration(max(max(ages), 0.0))} ago" if ages else ""
         return f"the first step{since}"
-    nnodes = _nnodes(run_dir)
+    nnodes = _nnodes(job)
     if nnodes is None or nnodes == 1:
         return "torchrun" if not started else "the start of its ranks"
     if len(started) >= nnodes:
@@ -78,12 +87,27 @@ def _missing(folder: Path, run_dir: Path, started: dict[str, Path | None], nnode
     return f"{share}: {', '.join(map(untrusted.printable, names))}{more}"
 
 
-def _nnodes(run_dir: Path) -> int | None:
-    """Return how many nodes the job starts with, at least."""
+def _job(run_dir: Path) -> Mapping[str, Any]:
+    """Return the job file of a run, as far as it can be read."""
     try:
         text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES, below=run_dir)
-        job = untrusted.mapping(read_document(text, "job.yaml").data)
+        return untrusted.mapping(read_document(text, "job.yaml").data)
     except (OSError, InputError):
+        return {}
+
+
+def _records_steps(job: Mapping[str, Any], run_dir: Path) -> bool:
+    """Whether steps are to be expected: not every script records its own."""
+    return (
+        job.get("module") in _TRAIN
+        or job.get("log_pattern") is not None
+        or os.path.lexists(run_dir / "events.jsonl")
+    )
+
+
+def _nnodes(job: Mapping[str, Any]) -> int | None:
+    """Return how many nodes the job starts with, at least; None for an unreadable job file."""
+    if not job:
         return None
     nnodes = untrusted.mapping(job.get("resources")).get("nnodes", 1)
     least = untrusted.mapping(nnodes).get("min") if isinstance(nnodes, dict) else nnodes

@@ -15,7 +15,7 @@ NOW = 1_000_000.0
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run directory of four nodes, whose first attempt has begun."""
-    (tmp_path / "job.yaml").write_text("name: a\nresources: {nnodes: 4}\n")
+    (tmp_path / "job.yaml").write_text("name: a\nmodule: train\nresources: {nnodes: 4}\n")
     attempt(tmp_path, 0)
     return tmp_path
 
@@ -79,6 +79,20 @@ def test_what_has_made_a_step_waits_for_nothing_until_the_next_attempt(run_dir: 
     attempt(run_dir, 1, "a", "b", "c", "d")
     words = "torchrun on 4 of 4 nodes: a, b, c, d"
     assert waits_for(run_dir, progress_of(run_dir, now=NOW)) == words
+
+
+@pytest.mark.parametrize(
+    ("job", "waits"),
+    [("script: a.py", False), ("{script: a.py, log_pattern: x}", True), ("module: mine", False)],
+)
+def test_a_script_that_may_never_record_a_step_does_not_wait_for_one(
+    job: str, waits: bool, run_dir: Path
+) -> None:
+    (run_dir / "job.yaml").write_text(job)
+    (start_torchrun(run_dir, "node-0") / "0").mkdir(parents=True)
+    assert (waits_for(run_dir, None) is not None) == waits
+    (run_dir / "events.jsonl").write_text('{"event": "start"}\n')  # by telemetry.py
+    assert waits_for(run_dir, None) is not None
 
 
 def test_one_node_has_nobody_to_meet(run_dir: Path) -> None:
