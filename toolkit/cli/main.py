@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,13 +71,18 @@ def _or_default(ctx: click.Context, param: click.Parameter, value: str | None) -
     return value
 
 
+_PLAIN = re.compile(r"[\w.@%+,:-]+")
+"""Words without a meaning to a shell."""
+
+
 def _profiles(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the words that may end `--to`, for the shell: names of profiles, or a file."""
     from click.shell_completion import CompletionItem
 
     from toolkit.profile import profile_names
 
-    names = [name for name in profile_names() if name.startswith(incomplete)]
+    # bash puts the word in as it is: a file of somebody else may be called `$(rm -r x).yaml`.
+    names = [n for n in profile_names() if n.startswith(incomplete) and _PLAIN.fullmatch(n)]
     return [CompletionItem(n) for n in names] or [CompletionItem(incomplete, type="file")]
 
 

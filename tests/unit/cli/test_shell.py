@@ -34,6 +34,13 @@ def test_bash_completes_commands_options_and_profiles() -> None:
     assert completed("toolkit render jobs/digits.yaml --to te") == ["team-a"]
 
 
+def test_no_name_of_a_profile_that_a_shell_would_execute_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "slurm/profiles").mkdir(parents=True)
+    for name in ("team-a", "$(touch made)", "a;touch made", "two\nlines"):
+        (tmp_path / f"slurm/profiles/{name}.yaml").touch()
+    assert completed("toolkit submit --to ", tmp_path) == ["k8s", "local", "slurm", "team-a"]
+
+
 def test_bash_completes_the_runs_of_the_list(tmp_path: Path) -> None:
     profile = {"kind": "local", "name": "local"}
     for number in (1, 2):
