@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import InputError
-from toolkit.runs.log_reader import attempt_numbers
+from toolkit.runs.log_reader import attempt_numbers, modified_at
 from toolkit.runs.progress import Progress
 from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
@@ -43,13 +43,14 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
     started = _nodes_with_torchrun(folder, run_dir)
     ranks = [path for path in started.values() if path is not None]
     job = _job(run_dir)
-    if ranks and not _records_steps(job, run_dir):
-        return None
     if ranks:
+        began = min(map(modified_at, ranks))
+        # What is not read as a step of this attempt may be one: of a newer version, or without
+        # the number of the attempt.
+        if modified_at(run_dir / "metrics.jsonl") > began or not _records_steps(job, run_dir):
+            return None
         now = time.time() if now is None else now
-        ages = [now - path.lstat().st_mtime for path in ranks if path.exists()]
-        since = f"; its ranks started {rounded_duration(max(max(ages), 0.0))} ago" if ages else ""
-        return f"the first step{since}"
+        return f"the first step; its ranks started {rounded_duration(max(now - began, 0.0))} ago"
     nnodes = _nnodes(job)
     if nnodes is None or nnodes == 1:
         return "torchrun" if not started else "the start of its ranks"

@@ -95,6 +95,24 @@ def test_a_script_that_may_never_record_a_step_does_not_wait_for_one(
     assert waits_for(run_dir, None) is not None
 
 
+@pytest.mark.parametrize(
+    "line", ['{"version": 2, "time": 1, "step": 3}', '{"step": 3, "time": 1}', '{"step": 3}']
+)
+def test_a_step_that_cannot_be_told_to_be_of_this_attempt_is_not_waited_for(
+    line: str, run_dir: Path
+) -> None:
+    (run_dir / "metrics.jsonl").write_text(f"{line}\n")
+    attempt(run_dir, 1)
+    ranks = start_torchrun(run_dir, "node-0", 1)
+    (ranks / "0").mkdir(parents=True)
+    os.utime(run_dir / "metrics.jsonl", (NOW - 100, NOW - 100))
+    os.utime(ranks, (NOW - 90, NOW - 90))
+    words = "the first step; its ranks started 1 min 30 s ago"
+    assert waits_for(run_dir, progress_of(run_dir, now=NOW), now=NOW) == words
+    os.utime(run_dir / "metrics.jsonl", (NOW - 80, NOW - 80))
+    assert waits_for(run_dir, progress_of(run_dir, now=NOW), now=NOW) is None
+
+
 def test_one_node_has_nobody_to_meet(run_dir: Path) -> None:
     (run_dir / "job.yaml").write_text("name: a\n")
     assert waits_for(run_dir, None) == "torchrun"
