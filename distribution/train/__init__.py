@@ -5,10 +5,12 @@ package `train` is found first. A folder `train` without `__init__.py`, which Py
 if there were nothing else, is searched before ours.
 """
 
+import os.path
 import sys
 from pathlib import Path
 
 _ALIAS = Path(__file__).parent
 _FOLDERS = [Path(entry, __name__) for entry in sys.path]
-_OTHERS = [folder for folder in _FOLDERS if folder.is_dir() and folder != _ALIAS]
+# Not Path.is_dir(), which raises an error below a folder that this user may not enter.
+_OTHERS = [f for f in _FOLDERS if os.path.isdir(f) and f != _ALIAS]  # noqa: PTH112
 __path__ = [*map(str, _OTHERS), str(_ALIAS.parents[1])]

@@ -266,6 +266,18 @@ def test_a_folder_of_data_called_train_hides_nothing(
     assert found[:3] == found[3:]
 
 
+def test_an_entry_of_the_path_that_cannot_be_looked_at_hides_nothing() -> None:
+    """Such as the folder of another user: here one with a name that is too long, also for root."""
+    code = (
+        f"import sys; sys.path[:0] = ['x' * 5000, {str(ROOT / 'distribution')!r}]; "
+        "import train; print(*train.__path__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.stdout.split()[-1]) == ("", str(ROOT))
+
+
 def test_an_installed_train_of_another_package_is_found_first(
     torch_environment: Environment, empty: Path, tmp_path: Path
 ) -> None:
