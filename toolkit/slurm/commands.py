@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.slurm.status import JobRow
@@ -37,10 +38,8 @@ _CHUNK = 1 << 16
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a command of Slurm and returns its output; tests pass their own."""
 
-_NO_CLUSTER = (
-    "`make sandbox-up` starts a cluster on this machine (then `make submit-slurm`, or "
-    '`eval "$(slurm/sandbox/sandbox env)"` in this shell); `--to` names another profile'
-)
+_CHECKOUT = Path(__file__).parents[2]
+"""Where the sandbox is, unless the toolkit was installed from a wheel."""
 
 _UNREACHABLE = re.compile(
     "Unable to contact|Could not establish a configuration|Unable to process configuration"
@@ -155,6 +154,17 @@ def only_asks(argv: Sequence[str]) -> bool:
     return argv[0] in questions or (argv[0] == "scontrol" and "show" in argv)
 
 
+def _way_out() -> str:
+    """Return what to do where there is no cluster."""
+    way = "call this on a login node, or name one by `via` in the profile"
+    if (_CHECKOUT / "slurm/sandbox/sandbox").exists():
+        way = (
+            "`make sandbox-up` starts a cluster on this machine (then `make submit-slurm`, or "
+            '`eval "$(slurm/sandbox/sandbox env)"` in this shell)'
+        )
+    return f"{way}; `--to` names another profile"
+
+
 def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """Run a command of Slurm; queries have a time limit, sbatch and scancel have none.
 
@@ -163,7 +173,7 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         TooLong: it gives no end of an answer.
     """
     if shutil.which(argv[0]) is None:
-        raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_NO_CLUSTER}")
+        raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_way_out()}")
     # What people set for their own listings (SQUEUE_PARTITION, …) would hide jobs from us.
     hidden = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
@@ -245,7 +255,7 @@ def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> Launche
     """Return the error for what a command of Slurm did not do, in its own words."""
     text = (answer.stderr + answer.stdout).strip()
     if _UNREACHABLE.search(text):
-        return SchedulerMissing(f"no Slurm controller answers: {first_line(text)}. {_NO_CLUSTER}")
+        return SchedulerMissing(f"no Slurm controller answers: {first_line(text)}. {_way_out()}")
     if "Invalid job array specification" in text:
         text += (
             "; a sweep has at most as many points as MaxArraySize of this site says: "
