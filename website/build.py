@@ -5,6 +5,7 @@ and has Zensical build the folder; then it looks at every link of the result.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -91,10 +92,11 @@ class Stage:
             self._copy(source, place)
         else:
             self._copy(source, place.removesuffix(".md"))
-            code = notebook.fenced(
-                source.read_text(encoding="utf-8"), _LANGUAGES.get(source.suffix, "text")
-            )
-            self.write(place, f"{_NOT_SEARCHED}# {path}\n\n[The file]({source.name})\n\n{code}\n")
+            page = f"{_NOT_SEARCHED}# {path}\n\n[The file]({source.name})\n"
+            with contextlib.suppress(UnicodeDecodeError):  # such as an archive
+                text = source.read_text(encoding="utf-8")
+                page += f"\n{notebook.fenced(text, _LANGUAGES.get(source.suffix, 'text'))}\n"
+            self.write(place, page)
 
     def adapt(self, path: str, text: str, place: str) -> str:
         """Return a text of the project with its links, whose targets are placed, too."""
