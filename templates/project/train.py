@@ -34,6 +34,8 @@ def main(epochs: int, batch: int) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if batch % ranks:
+        raise SystemExit(f"--batch {batch} is not a multiple of the {ranks} ranks")
     torch.manual_seed(0)
     model = DistributedDataParallel(network().to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

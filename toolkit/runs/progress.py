@@ -207,7 +207,9 @@ def _rates(records: Sequence[_Record]) -> dict[str, float | None]:
     newest = records[-_RATED_STEPS:]
     rates: dict[str, float | None] = {}
     for place, name in enumerate(_RATES):
-        values = [rate for each in newest if (rate := each.rates[place]) is not None and rate > 0]
+        most = 1.0 if name == "mfu" else float("inf")
+        rated = (each.rates[place] for each in newest)
+        values = [rate for rate in rated if rate is not None and 0 < rate <= most]
         rates[name] = statistics.median(values) if values else None
     return rates
 

@@ -19,6 +19,7 @@ from toolkit.text.quantities import rounded_duration
 from toolkit.text.yaml_reader import read_document
 
 _NODE = re.compile(r"node-(\d{1,6})")
+_START = re.compile(r"attempt_(\d{1,6})")
 _MOST_NAMED = 4
 _JOB_BYTES = 1 << 20
 _TRAIN = ("train", "toolkit_train")
@@ -60,14 +61,16 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
 
 
 def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
-    """Return by node, or pod, where torchrun has started, the folder of its ranks if there is."""
+    """Return by node, or pod, where torchrun has started, the folder of its newest ranks."""
     started: dict[str, Path | None] = {}
     for node in untrusted.entries(folder, below=run_dir):
         if not node.is_folder or node.name == "watchdog":
             continue
         for logs in untrusted.entries(folder / node.name, below=run_dir):
             if logs.is_folder:
-                ranks = folder / node.name / logs.name / "attempt_0"
+                starts = untrusted.entries(folder / node.name / logs.name, below=run_dir)
+                numbers = [int(match[1]) for one in starts if (match := _START.fullmatch(one.name))]
+                ranks = folder / node.name / logs.name / f"attempt_{max(numbers, default=0)}"
                 has_ranks = bool(untrusted.entries(ranks, below=run_dir))
                 started[node.name] = ranks if has_ranks else started.get(node.name)
     return started

@@ -22,6 +22,9 @@ from zlib import crc32
 MOST, MOST_ON_GPU = 400, 2000
 """So many of the newest collectives are compared; a GPU has many in a step, which look alike."""
 
+MOST_OF_ALL = 400_000
+"""So many are compared of all GPUs together, but `MOST` of each: one process does it."""
+
 FEWEST_STEPS = 20
 FASTER = 0.10
 """A rank is named if the run would be faster by this share without it,"""
@@ -37,7 +40,8 @@ class Arrivals(NamedTuple):
     """The number of the first of them."""
 
     times: Sequence[float]
-    """In seconds since 1970, by the clock of the rank's node; without a gap."""
+    """In seconds since 1970, by the clock of the rank's node; without a gap. On GPUs, only those of
+    the first rank are read."""
 
     kinds: Sequence[int]
     """A sum of name and sizes for each; only that of the first rank is read."""
@@ -67,16 +71,18 @@ class Comparison(NamedTuple):
     """The rank that the others wait for, if it costs much."""
 
 
-def arrivals_of(entries: Sequence[Mapping[str, Any]]) -> Arrivals:
+def arrivals_of(entries: Sequence[Mapping[str, Any]], world: int = 1) -> Arrivals:
     """Return the newest collectives of the default group that a rank has begun, or its GPU ended.
 
-    torch knows those of the GPU where TORCH_NCCL_ENABLE_TIMING is set.
+    torch knows those of the GPU where TORCH_NCCL_ENABLE_TIMING is set. Of how many ranks one is,
+    `world` says.
     """
+    most = max(MOST, min(MOST_ON_GPU, MOST_OF_ALL // world))
     of_all = [e for e in entries if e["process_group"][0] == "0" and not e["is_p2p"]]
     timed = [e for e in of_all if e.get("duration_ms") is not None]
     on_gpu = [entry for entry in timed if entry["profiling_name"].startswith("nccl:")]
     on_cpu = [entry for entry in of_all if entry["profiling_name"].startswith("gloo:")]
-    newest = on_gpu[-MOST_ON_GPU:] or on_cpu[-MOST:]
+    newest = on_gpu[-most:] or on_cpu[-MOST:]
     begun = {entry["collective_seq_id"]: entry for entry in newest}
     first = last = max(begun, default=0)
     while first - 1 in begun:
@@ -99,7 +105,7 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
     if len(arrivals) < 2 or on_gpu < any(each.took for each in arrivals.values()):
         return None
     begin = max(each.first for each in arrivals.values())
-    end = min(each.first + len(each.times) for each in arrivals.values())
+    end = min(each.first + len(each.took or each.times) for each in arrivals.values())
     if end - begin <= FEWEST_STEPS:
         return None
     reference = arrivals[min(arrivals)]

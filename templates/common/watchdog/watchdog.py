@@ -231,9 +231,9 @@ def arrivals(rank: Rank, folder: Path) -> Finding:
         return {"rank": rank["rank"], "arrivals": None}
     _, entries = answer_of(rank, timeout_s=0.5) or ({}, None)
     with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
-        begun = stragglers.arrivals_of(entries or ())
-        if rank["rank"]:  # the kinds are the same on all
-            begun = begun._replace(kinds=())
+        begun = stragglers.arrivals_of(entries or (), rank["world"])
+        if rank["rank"]:  # the kinds are the same on all; for the times of GPUs, rank 0's do
+            begun = begun._replace(kinds=(), times=() if begun.took else begun.times)
     if begun is None:
         return {"rank": rank["rank"], "arrivals": None}
     newest = [begun.first, [*begun.times], begun.kinds, [*begun.took]]

@@ -134,7 +134,7 @@ def test_the_number_of_steps_may_stand_in_the_records(tmp_path: Path) -> None:
 def test_rates_that_the_newest_records_have_are_shown_as_their_median(tmp_path: Path) -> None:
     write(tmp_path, (1, 900), samples_per_s=9e9, tokens_per_s=1.0)
     write(tmp_path, (2, 30), (3, 20), (4, 10), samples_per_s=4096.4, mfu=0.4126, restart=1)
-    write(tmp_path, (5, 0), samples_per_s=1.5e6, mfu="x", restart=1)
+    write(tmp_path, (5, 0), samples_per_s=1.5e6, mfu=1e300, restart=1)
     found = progress_of(tmp_path, now=NOW)
     assert found is not None
     assert (found.samples_per_s, found.tokens_per_s, found.mfu) == (4096.4, None, 0.4126)

@@ -68,6 +68,10 @@ def test_ranks_that_were_started_wait_for_their_first_step(run_dir: Path) -> Non
     words = "the first step; its ranks started 1 min 30 s ago"
     assert waits_for(run_dir, None, now=NOW) == words
     assert waits_for(run_dir, None, now=NOW - 600) == "the first step; its ranks started 0.0 s ago"
+    again = folder.with_name("attempt_1")
+    (again / "0").mkdir(parents=True)
+    os.utime(again, (NOW - 5, NOW - 5))
+    assert waits_for(run_dir, None, now=NOW) == "the first step; its ranks started 5.0 s ago"
 
 
 def test_what_has_made_a_step_waits_for_nothing_until_the_next_attempt(run_dir: Path) -> None:
