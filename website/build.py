@@ -34,6 +34,12 @@ SECTIONS = {
 }
 """The tables of docs/index.md, and the parts of the navigation that they become."""
 
+PARTS_OF_HOW_TO = {
+    "to come from another tool": "From another tool",
+    "to get rid of an error": "Error messages",
+}
+"""More tables, and the groups of pages below How-to that they become."""
+
 _ROW = re.compile(r"^\| \[`?([^`\]]+)`?\]\(([^)]+\.md)\)", re.MULTILINE)
 _LANGUAGES = {
     ".py": "python",
@@ -142,12 +148,14 @@ def _navigation(stage: Stage) -> Nav:
     nav: Nav = [{"Start": "index.md"}, {"Tutorial": _tutorials(stage)}]
     index = INDEX.read_text(encoding="utf-8")
     for heading, (title, folder) in SECTIONS.items():
-        (table,) = re.findall(rf"^\| {heading} \|.*?(?=\n\n|\Z)", index, re.MULTILINE | re.DOTALL)
+        text, entries = _table(index, heading)
         first = f"{folder}/index.md"
-        text = re.sub(r"^\| [^|]* \|", "| |", table, count=1)
-        entries: Nav = [{name: place_of(f"docs/{path}")} for name, path in _ROW.findall(table)]
         if title == "How-to":
             entries.append({"The sandbox": place_of("slurm/sandbox/README.md")})
+            for part, name in PARTS_OF_HOW_TO.items():
+                rows, pages_of_part = _table(index, part)
+                text += f"\n\n## {name}\n\n{rows}"
+                entries.append({name: pages_of_part})
         if title == "Reference":
             text += "\n| [Python](python.md) | every public name of `import toolkit` |"
             entries.append({"Python": _python()})
@@ -167,6 +175,13 @@ def _navigation(stage: Stage) -> Nav:
         }
     )
     return nav
+
+
+def _table(index: str, heading: str) -> tuple[str, Nav]:
+    """Return a table of the index without its heading, and the pages that it names."""
+    (table,) = re.findall(rf"^\| {heading} \|.*?(?=\n\n|\Z)", index, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\| [^|]* \|", "| |", table, count=1)
+    return text, [{name: place_of(f"docs/{path}")} for name, path in _ROW.findall(table)]
 
 
 def _tutorials(stage: Stage) -> list[Any]:
