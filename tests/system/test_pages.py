@@ -177,7 +177,6 @@ def test_each_error_has_its_meaning_and_a_way_out() -> None:
             "torch.distributed.DistNetworkError: … port: 29500, … EADDRINUSE",
             True,
         ),
-        ("gloo/transport/tcp/device.cc:84: Unable to resolve hostname to a (local) address", True),
         ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error", True),
         (
             "NCCL error in: NCCLUtils.hpp:268, unhandled system error\nncclSystemError",
