@@ -110,9 +110,16 @@ def test_licences_of_what_the_site_holds_are_kept(site: Path) -> None:
 # ---- In a browser
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(360, True, id="phone, dark"),
+        pytest.param(1280, False, id="desk, light"),
+        pytest.param(360, False, id="phone, light", marks=pytest.mark.slow),
+        pytest.param(1280, True, id="desk, dark", marks=pytest.mark.slow),
+    ],
+)
 def test_a_page_is_shown_without_a_complaint_and_asks_no_network(
     browser: Chrome, site: Path, page: str, width: int, dark: bool
 ) -> None:

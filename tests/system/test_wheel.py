@@ -308,6 +308,7 @@ def test_a_task_of_ones_own_imports_the_name_that_runs(
     assert json.loads((empty / "run/outcome.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_the_other_name_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "names").mkdir()
     (tmp_path / "names/toolkit_train").symlink_to(ROOT / "train")

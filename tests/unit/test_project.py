@@ -141,7 +141,7 @@ def test_the_makefile_of_a_project_calls_commands_that_exist(tmp_path: Path) -> 
     targets = re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE)
     assert targets == ["run", "check", "submit-slurm", "submit-k8s"]
     for target in targets:
-        argv = ["make", "-n", target]
+        argv = ["make", "--no-print-directory", "-n", target]  # `make test` may have called us
         line = subprocess.run(argv, cwd=tmp_path / "mine", capture_output=True, text=True).stdout
         name, *words = line.split()[1:]
         command = cli.get_command(click.Context(cli), name)
@@ -149,6 +149,6 @@ def test_the_makefile_of_a_project_calls_commands_that_exist(tmp_path: Path) -> 
         with click.Context(command) as context:
             command.parse_args(context, words)
     environ = {**os.environ, "PATH": f"{TOOLKIT.parent}:{os.environ['PATH']}"}
-    argv = ["make", "-s", "check"]
+    argv = ["make", "--no-print-directory", "-s", "check"]
     done = subprocess.run(argv, cwd=tmp_path / "mine", env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -323,11 +323,10 @@ def test_ranks_may_be_numbered_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/how-to/parallelism.md"])
-def test_every_command_that_a_page_shows_is_understood(page: str) -> None:
+def test_every_command_that_a_page_shows_is_understood() -> None:
     pattern = re.compile(r"^(?:torchrun --nproc-per-node (\d+)|python) -m train(?: (.*))?$", re.M)
-    shown = pattern.findall((ROOT / page).read_text())
-    assert len(shown) >= 3
+    shown = pattern.findall((ROOT / "docs/how-to/parallelism.md").read_text())
+    assert len(shown) >= 6
     for count, flags in shown:
         # The file that the page has written just before.
         argv = flags.replace("--config chars.toml", "--task chars --dp-shard 8").split()
