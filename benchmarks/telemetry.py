@@ -162,7 +162,7 @@ def write_answers(folder: Path, ranks: int) -> None:
                 1e9 + node / 100 + 1.4 * (number // 2) + (1.31 if kind else work)
                 for number, kind in enumerate(kinds)
             ]
-            answers.append({"rank": rank, "arrivals": [1, times, [] if rank else kinds]})
+            answers.append({"rank": rank, "arrivals": [1, times, [] if rank else kinds, []]})
         report = {"version": 1, "node": f"node{node}", "ranks": answers}
         (folder / f"answer-{node}.json").write_text(json.dumps(report), encoding="utf-8")
 
