@@ -2,7 +2,7 @@
 # What docs/recording.svg shows, at a real terminal: `make recording` records it again.
 set -euo pipefail
 PATH=$PWD/.venv/bin:$PATH
-folder=$(mktemp -d /tmp/demo.XXXX)
+folder=$(mktemp -d /tmp/demo.XXXX) # a short path, for it is shown
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 export XDG_STATE_HOME=$folder/state PS1='$ '

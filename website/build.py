@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 
 import toolkit
-from website import gallery, links, notebook, python_api, versions
+from website import gallery, link_check, notebook, python_api, versions
 from website.sources import ROOT, adapted, place_of, relative, tracked
 
 HERE = Path(__file__).parent
@@ -275,7 +275,7 @@ def build(site: Path, stage: Path) -> Path:
     shutil.move(stage / "built", built)
     (built / "404.html").unlink()  # for a server at the root of a domain only
     versions.write(site, toolkit.__version__)
-    if wrong := links.problems(built):
+    if wrong := link_check.problems(built):
         raise Broken("\n".join(wrong))
     return built
 

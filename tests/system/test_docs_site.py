@@ -17,7 +17,7 @@ import toolkit
 from tests.conftest import ROOT, Until
 from tests.support.browser import chromium, log_of
 from tests.support.golden import EXAMPLES
-from website import build, links, notebook, sources, versions
+from website import build, link_check, notebook, sources, versions
 
 WIDE = "return document.documentElement.scrollWidth - innerWidth"
 BACKGROUND = "return getComputedStyle(document.body).backgroundColor"
@@ -66,7 +66,7 @@ def code_of(page: Path) -> list[str]:
 
 
 def test_every_link_leads_somewhere_and_nothing_is_fetched_from_a_network(site: Path) -> None:
-    assert links.problems(site) == []
+    assert link_check.problems(site) == []
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(.?(https?:)?//", style.read_text()), style
 
@@ -188,7 +188,7 @@ def test_the_examples_of_the_docstrings_hold(module: object) -> None:
 def test_what_is_wrong_with_a_link_is_named(tmp_path: Path, body: str, problem: str) -> None:
     page = tmp_path / "a.html"
     page.write_text(f'<a href="#here" id="here"><a href="https://example.org">{body}')
-    assert links.problems(tmp_path) == [problem]
+    assert link_check.problems(tmp_path) == [problem]
 
 
 def test_a_dead_anchor_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,4 +271,4 @@ def test_latest_leads_to_the_newest_version(tmp_path: Path) -> None:
         "0.9.0",
         "0.2.0",
     ]
-    assert links.problems(tmp_path) == []
+    assert link_check.problems(tmp_path) == []

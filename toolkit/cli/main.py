@@ -81,8 +81,12 @@ def _profiles(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
     from toolkit.profile import profile_names
 
-    # bash puts the word in as it is: a file of somebody else may be called `$(rm -r x).yaml`.
-    names = [n for n in profile_names() if n.startswith(incomplete) and _PLAIN.fullmatch(n)]
+    # bash puts the word in as it is: another user's file may be called `$(rm -r x).yaml`.
+    try:
+        profiles = profile_names()
+    except OSError:  # such as in a folder that was deleted
+        profiles = []
+    names = [n for n in profiles if n.startswith(incomplete) and _PLAIN.fullmatch(n)]
     return [CompletionItem(n) for n in names] or [CompletionItem(incomplete, type="file")]
 
 
@@ -132,7 +136,7 @@ TRUST = click.option(
 # ---- The program
 
 COMPLETE = "_TOOLKIT_COMPLETE"
-"""The variable by which a shell asks what may follow, as `toolkit completion` says."""
+"""The variable by which a shell asks for completions (`toolkit completion`)."""
 
 _AS_GIVEN = "toolkit.as_given"
 

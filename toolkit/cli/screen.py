@@ -89,7 +89,7 @@ def watch_all(last: int, job: str | None) -> None:
 
 
 class Screen(Protocol):
-    """Shows a run's summary or a row for each of several runs, in place of what it showed last."""
+    """Shows a run's summary, or a row for each of several runs, in place of the last view."""
 
     def __enter__(self) -> Self: ...
 
@@ -135,7 +135,7 @@ class LineScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave what was shown last."""
+        """Leave the last view."""
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         """Show the lines of `toolkit status`."""

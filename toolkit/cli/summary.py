@@ -229,7 +229,7 @@ def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def point_text(point: Mapping[str, Any]) -> str:
-    """Return what is shown of a sweep's point beside its state: newest metrics, and the reason."""
+    """Return the newest metrics of a sweep's point, and the reason of its state."""
     reason = point["reason"].partition("\n")[0]
     figures = run_directory.figures(point["metrics"] or {}) or point.get("unread")
     return "; ".join(filter(None, [figures, reason]))
@@ -248,7 +248,7 @@ class Row:
     """Why it waits or has ended; a rank that hangs or is slow."""
 
     def __str__(self) -> str:
-        """Describe in one line how far it is, or what it waits for."""
+        """Describe the run in one line: its progress, or the reason for which it waits."""
         return "; ".join(filter(None, [str(self.progress or ""), self.note]))
 
 
@@ -274,7 +274,7 @@ def top_rows(
 
 
 def top_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each row: name, state, how far it is or what it waits for."""
+    """Yield a line for each row: name, state, progress or reason."""
     width = max((len(row.name) for row in rows), default=0)
     for row in rows:
         yield f"{row.name:<{width}}  {row.state.upper():<9}  {row}".rstrip()

@@ -22,8 +22,14 @@ from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, Violation,
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.lint.scripts.values import uncovered
-from toolkit.lint.training.rules import data_parallel, ranks, sampling, saving, steps
-from toolkit.lint.training.rules import processes as training_processes
+from toolkit.lint.training.rules import (
+    checkpoint,
+    data_parallel,
+    optimizer,
+    process_group,
+    sampler,
+    spawn,
+)
 from toolkit.lint.training.script import read_training_script
 from toolkit.text.manifests import Stream, View, read_manifests
 from toolkit.text.untrusted import printable
@@ -32,7 +38,9 @@ from toolkit.text.yaml_reader import KeyPath
 SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
 """The rules for batch scripts."""
 
-TRAINING_RULES = TRAINING.order((data_parallel, sampling, steps, ranks, training_processes, saving))
+TRAINING_RULES = TRAINING.order(
+    (data_parallel, sampler, optimizer, process_group, spawn, checkpoint)
+)
 """The rules for training scripts in Python."""
 
 MANIFEST_RULES = (

@@ -11,6 +11,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT
 from toolkit.cli import cli
+from toolkit.cli.main import _profiles
 from toolkit.runs import registry
 
 
@@ -32,6 +33,16 @@ def test_bash_completes_commands_options_and_profiles() -> None:
     assert completed("toolkit re") == ["render", "resubmit", "report"]
     assert completed("toolkit render --c") == ["--chain"]
     assert completed("toolkit render jobs/digits.yaml --to te") == ["team-a"]
+
+
+def test_in_a_folder_that_was_deleted_files_are_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    (offered,) = _profiles(click.Context(cli), click.Option(["--to"]), "k")
+    assert (offered.value, offered.type) == ("k", "file")
 
 
 def test_no_name_of_a_profile_that_a_shell_would_execute_is_offered(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from toolkit.lint.rulebook import TRAINING, Violation
-from toolkit.lint.training.script import Called, TrainingScript, about_rank, constant
+from toolkit.lint.training.script import Called, TrainingScript, constant
 
 _COLLECTIVES = frozenset(
     {
@@ -129,51 +129,6 @@ def _no_device(script: TrainingScript) -> Iterator[Violation[int]]:
             ):
                 yield Violation(node.lineno, "every rank of a node uses the same GPU here")
                 return
-
-
-@TRAINING.rule(
-    "save-on-every-rank",
-    finds="a file that all ranks write at once",
-    reason="Ranks write into the same file at the same time: it may be torn, and a resume fails "
-    "or reads a mixture.",
-    fix="write it under if rank == 0:, to another name first, then os.replace() it",
-)
-def _all_write(script: TrainingScript) -> Iterator[Violation[int]]:
-    if not script.joins_ranks or script.is_wrapped:
-        return
-    for call in script.torch_calls("save"):
-        place = call.argument("f", 1)
-        if (
-            call.name != "torch.save"
-            or script.rank_guard(call.node)
-            or _returns_early(script, call)
-        ):
-            continue
-        if place is not None and re.search(r"rank|shard|pid", ast.unparse(place), re.I):
-            continue
-        if (function := script.function_of(call.node)) and _called_under_guard(
-            script, function.name
-        ):
-            continue
-        yield Violation(call.node.lineno, "every rank writes this file")
-
-
-def _returns_early(script: TrainingScript, call: Called) -> bool:
-    """Whether other ranks have left the function before: `if rank != 0: return`."""
-    function = script.function_of(call.node)
-    return function is not None and any(
-        isinstance(node, ast.If)
-        and about_rank(node.test)
-        and node.lineno < call.node.lineno
-        and any(isinstance(one, ast.Return | ast.Continue) for one in node.body)
-        for node in ast.walk(function)
-    )
-
-
-def _called_under_guard(script: TrainingScript, name: str) -> bool:
-    """Whether a function of the script is called by some ranks only, each time."""
-    calls = [c for c in script.calls if c.last == name and not c.name.startswith("torch.")]
-    return bool(calls) and all(script.rank_guard(c.node) for c in calls)
 
 
 def _trains_on_gpus(script: TrainingScript) -> bool:
