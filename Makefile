@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -89,6 +89,10 @@ test-cluster: install  ## Run the tests that hold on a real Kubernetes cluster, 
 
 docs: install  ## Build the site of the documentation: site/latest/index.html
 	@$(BIN)/python -m website.build $(ARGS)
+
+figures: install  ## Measure and draw the figures of docs/learn; ARGS names some, or --draw
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.figures $(ARGS)
 
 recording: install  ## Record docs/recording.svg at a real terminal
 	@$(PYTHON) -m venv .cache/recorder && .cache/recorder/bin/pip install -qq --disable-pip-version-check termtosvg==1.1.0 setuptools==75.8.0

@@ -1,0 +1,1 @@
+"""The figures of docs/learn: `make figures` measures, draws them, and writes their tables."""

@@ -1,0 +1,145 @@
+"""Call the scripts of a page, as their commands say.
+
+`torchrun` takes some 5 s to import torch, for itself and for each rank. So `ranks_of` has the ranks
+of `torchrun --nproc-per-node N SCRIPT` forked from a process that has it, with the variables that
+torchrun sets; the slow tests call torchrun itself.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.ports import free_port
+from tests.train.support.processes import PROCESSES
+
+PATIENCE_S = 300.0
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    status: int
+    stdout: str
+    """Of all ranks, in their order."""
+
+    stderr: str
+    """Of the first rank that failed; of all, if none did."""
+
+    @property
+    def shown(self) -> str:
+        """What a page shows of it: its output and, if it fails, the last line of the error."""
+        lines = self.stderr.rstrip("\n").splitlines()
+        return self.stdout + (f"{lines[-1]}\n" if self.status and lines else "")
+
+
+def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
+    """Call a command in a folder: `python`, `torchrun` or `toolkit`, with their arguments."""
+    program, *arguments = shlex.split(words)
+    if program == "torchrun" and not real_torchrun:
+        return ranks_of(arguments, folder)
+    assert program in {"python", "torchrun", "toolkit"}, words
+    done = subprocess.run(
+        [BIN / program, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def ranks_of(arguments: list[str], folder: Path) -> Result:
+    """Start the ranks of `torchrun [--standalone] --nproc-per-node N SCRIPT …`."""
+    if arguments[0] == "--standalone":
+        del arguments[0]
+    flag, count, script, *rest = arguments
+    assert flag in {"--nproc-per-node", "--nproc_per_node"}, arguments
+    ranks, port = int(count), free_port()
+    with tempfile.TemporaryDirectory() as outputs:
+        processes = [
+            PROCESSES.Process(
+                target=_rank, args=(rank, ranks, port, folder, script, rest, Path(outputs))
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline, first = time.monotonic() + PATIENCE_S, None
+        try:
+            # As torchrun: when one has failed, the others are ended.
+            while any(p.is_alive() for p in processes) and first is None:
+                if time.monotonic() > deadline:
+                    pytest.fail(f"{script}: still running after {PATIENCE_S} s")
+                for process in processes:
+                    process.join(0.01)
+                first = next((r for r, p in enumerate(processes) if p.exitcode), None)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        texts = [
+            [(Path(outputs) / f"{rank}.{name}").read_text() for name in ("stdout", "stderr")]
+            for rank in range(ranks)
+        ]
+    first = next((r for r, p in enumerate(processes) if p.exitcode == 1), first)
+    stdout = "".join(text for text, _ in texts)
+    if first is None:
+        return Result(0, stdout, "".join(text for _, text in texts))
+    return Result(1, stdout, texts[first][1])
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: Path,
+    script: str,
+    arguments: list[str],
+    outputs: Path,
+) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        opened = os.open(outputs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, number)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    sys.path[0:0] = [str(folder / Path(script).parent)]
+    warnings.simplefilter("default")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
