@@ -1,4 +1,4 @@
-"""Drawings as SVG files: readable on light and dark pages, small, and the same for the same data."""
+"""Drawings as SVG files: readable on light and dark pages, and the same for the same data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib import pyplot
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "axes.prop_cycle": mpl.cycler(color=COLOURS),
+    "axes.prop_cycle": cycler(color=COLOURS),
     "grid.color": FAINT,
     "xtick.color": TEXT,
     "ytick.color": TEXT,

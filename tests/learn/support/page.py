@@ -1,8 +1,8 @@
 """The pages of docs/learn: their scripts, the commands that they show, and what these print.
 
-A block of code with a title is a file: ```` ```python title="train.py" ````. A block of the language
-`console` holds commands, each after `$ `, and below each of them what it prints. `...` stands for
-any text. A file beside the page, in the folder of its name, can be called as well.
+A block of code with a title is a file: ```` ```python title="train.py" ````. A block of the
+language `console` holds commands, each after `$ `, and below each of them what it prints. `...`
+stands for any text. A file beside the page, in the folder of its name, can be called as well.
 """
 
 from __future__ import annotations
