@@ -1,6 +1,7 @@
 """Writes the files of a new project: a job, a script, profiles, and what people expect beside."""
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,10 +74,12 @@ def _files(name: str, example: str | None) -> Iterator[tuple[str, str]]:
 def _job_name(folder: Path) -> str:
     """Return a job's name from that of a folder.
 
-    >>> _job_name(Path("/home/me/My Models_2")), _job_name(Path("/"))
-    ('my-models-2', 'training')
+    >>> _job_name(Path("/home/me/My Models_2")), _job_name(Path("Übung")), _job_name(Path("/"))
+    ('my-models-2', 'ubung', 'training')
     """
-    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower())
+    plain = unicodedata.normalize("NFKD", folder.resolve().name)  # an accent is a character then
+    plain = "".join(c for c in plain if not unicodedata.combining(c))
+    name = re.sub(r"[^a-z0-9]+", "-", plain.lower())
     return name.lstrip("-0123456789")[:_NAME_LENGTH].rstrip("-") or "training"
 
 

@@ -32,7 +32,9 @@ def main(epochs: int, batch: int) -> None:
     """Train, and write a checkpoint after each epoch."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    if gpu:
+        torch.cuda.set_device(device)  # or every rank also takes memory of the first GPU
+    dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if batch % ranks:
         raise SystemExit(f"--batch {batch} is not a multiple of the {ranks} ranks")

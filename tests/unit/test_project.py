@@ -35,6 +35,13 @@ def test_a_new_project_has_what_the_page_lists(tmp_path: Path) -> None:
     assert set(contents(tmp_path / "mine")) == own | profiles | base
 
 
+def test_the_command_that_follows_works_for_a_folder_that_looks_like_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert new("--", "-dash").stdout.splitlines()[-1].startswith("next: cd ./-dash && ")
+
+
 SITES = ("local", "slurm", "k8s")
 MEANT = [
     (example, site)
@@ -108,7 +115,8 @@ def test_the_help_names_every_example() -> None:
     [
         ("gpt", "gpt"),
         ("2026-gpt", "gpt"),
-        ("Ünïcode", "n-code"),
+        ("Ünïcode", "unicode"),
+        ("Straße 7", "stra-e-7"),
         ("a" * 31 + "-b", "a" * 31),
         ("42", "training"),
         ("null", "null"),

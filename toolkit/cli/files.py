@@ -34,7 +34,8 @@ def new(folder: Path, job: str | None) -> None:
     shown = [path for path in written if path.relative_to(folder).parts[:2] != ("k8s", "base")]
     for path in [*shown, folder / "k8s" / "base"]:
         click.echo(f"written: {path}")
-    click.echo(f"next: cd {shlex.quote(str(folder))} && toolkit run job.yaml")
+    place = f"./{folder}" if str(folder).startswith("-") else str(folder)
+    click.echo(f"next: cd {shlex.quote(place)} && toolkit run job.yaml")
 
 
 @cli.command(epilog=example("toolkit init && toolkit submit jobs/digits.yaml --follow"))

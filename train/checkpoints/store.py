@@ -195,7 +195,9 @@ def _reading(path: Path) -> Iterator[dict[str, object]]:
         record = untrusted.read_object(path)
         if (version := record["version"]) != VERSION:
             shown = version if isinstance(version, int) else repr(version)[:40]
-            raise CheckpointError(f"{path}: format version {shown}, not {VERSION}")
+            newer = isinstance(version, int) and version > VERSION
+            way_out = "; a newer version of train/ wrote it, and can read it" if newer else ""
+            raise CheckpointError(f"{path}: format version {shown}, not {VERSION}{way_out}")
         yield record
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
