@@ -28,6 +28,7 @@ NOTEBOOKS = ("quickstart", "sweep", "kubernetes")
 """The tutorials in the order in which a reader takes them."""
 
 SECTIONS = {
+    "to learn": ("Learn", "learn"),
     "to do something": ("How-to", "how-to"),
     "to look something up": ("Reference", "reference"),
     "to understand": ("Explanation", "explanation"),
@@ -162,7 +163,7 @@ def _navigation(stage: Stage) -> Nav:
         stage.write(first, stage.adapt("docs/index.md", f"# {title}\n\n{text}\n", first))
         nav.append({title: [first, *entries]})
     pages: Nav = [{title: place} for place, title in gallery.titles().items()]
-    nav.insert(3, {"Gallery": ["gallery/index.md", *pages]})
+    nav.insert(4, {"Gallery": ["gallery/index.md", *pages]})
     nav.append(
         {
             "Project": [
