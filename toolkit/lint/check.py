@@ -25,6 +25,7 @@ from toolkit.lint.scripts.values import uncovered
 from toolkit.lint.training.rules import (
     checkpoint,
     data_parallel,
+    loss,
     optimizer,
     process_group,
     sampler,
@@ -39,7 +40,7 @@ SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signal
 """The rules for batch scripts."""
 
 TRAINING_RULES = TRAINING.order(
-    (data_parallel, sampler, optimizer, process_group, spawn, checkpoint)
+    (data_parallel, sampler, loss, optimizer, process_group, spawn, checkpoint)
 )
 """The rules for training scripts in Python."""
 

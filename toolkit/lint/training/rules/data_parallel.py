@@ -1,6 +1,7 @@
 """Rules about wrapping a model for data parallelism."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from toolkit.lint.rulebook import TRAINING, Violation
@@ -22,6 +23,42 @@ def _not_assigned(script: TrainingScript) -> Iterator[Violation[int]]:
     for call in script.torch_calls(*WRAPPERS):
         if isinstance(next(script.parents(call.node), None), ast.Expr):
             yield Violation(call.node.lineno, f"the result of {call.last}(…) is not used")
+
+
+@TRAINING.rule(
+    "optimizer-before-sharding",
+    finds="an optimizer that is made before fully_shard of the same model",
+    reason="fully_shard puts shards in the place of the parameters. The optimizer holds the old "
+    "ones: its steps change nothing that the model computes with, and no error says so.",
+    fix="make the optimizer after fully_shard",
+)
+def _before_sharding(script: TrainingScript) -> Iterator[Violation[int]]:
+    optimizers = [c for c in script.calls if re.fullmatch(r"torch\.optim\.[A-Z]\w+", c.name)]
+    for sharded in script.torch_calls("fully_shard"):
+        model, function = sharded.argument("module", 0), script.function_of(sharded.node)
+        here = [o for o in optimizers if script.function_of(o.node) is function]
+        if not isinstance(model, ast.Name) or any(
+            o.node.lineno > sharded.node.lineno for o in here
+        ):
+            continue
+        conditions = set(script.conditions_of(sharded.node))
+        for one in here:
+            if _parameters_of(one.argument("params", 0)) == model.id and conditions.issuperset(
+                script.conditions_of(one.node)
+            ):
+                yield Violation(one.node.lineno, f"fully_shard({model.id}) comes after this line")
+
+
+def _parameters_of(given: ast.expr | None) -> str:
+    """Return the name of the model whose `parameters()` an optimizer is given."""
+    if (
+        isinstance(given, ast.Call)
+        and isinstance(given.func, ast.Attribute)
+        and given.func.attr == "parameters"
+        and isinstance(given.func.value, ast.Name)
+    ):
+        return given.func.value.id
+    return ""
 
 
 @TRAINING.rule(

@@ -49,7 +49,10 @@ def _never_cleared(script: TrainingScript) -> Iterator[Violation[int]]:
     if script.is_wrapped or _clears(script) or not script.methods("backward"):
         return
     for step in _optimizer_steps(script)[:1]:
-        if script.loops_of(step):
+        loops, function = script.loops_of(step), script.function_of(step)
+        beside = [b for b in script.methods("backward") if script.function_of(b) is function]
+        repeated = any(loop in script.parents(b) for b in beside for loop in loops)
+        if repeated or (loops and not beside):
             yield Violation(step.lineno, "nothing clears the gradients between these steps")
 
 

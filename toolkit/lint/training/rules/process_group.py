@@ -55,10 +55,24 @@ def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
 
 
 @TRAINING.rule(
+    "async-not-waited",
+    finds="an asynchronous collective that nothing can wait for",
+    reason="With async_op=True the call returns before the ranks have exchanged: what reads the "
+    "tensor next gets old numbers or new ones, and what changes it disturbs the exchange.",
+    fix="keep the handle and wait before the tensor is used: work = …; work.wait()",
+)
+def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
+    for call in _collectives(script):
+        thrown_away = isinstance(next(script.parents(call.node), None), ast.Expr)
+        if thrown_away and constant(call.argument("async_op")) is True:
+            yield Violation(call.node.lineno, f"the handle of {call.last}(…) is not used")
+
+
+@TRAINING.rule(
     "fixed-init-file",
     finds="a file of a fixed name by which ranks meet",
-    reason="torch leaves the file behind. The next run finds the ranks of the last one in it, "
-    "and hangs or fails.",
+    reason="A run that fails leaves the file behind. The next run finds the ranks of the last one "
+    "in it, and hangs or fails.",
     fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
 )
 def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -43,9 +43,9 @@ def _loader(script: TrainingScript) -> Iterator[Violation[int]]:
 @TRAINING.rule(
     "spawned-optimizer",
     finds="an optimizer that is handed to processes",
-    reason="Each process gets copies of the optimizer's parameters, which are not those of the "
-    "model there: step() changes what nobody computes with, and the loss stays where it "
-    "is.",
+    reason="Handed over together with the model, its parameters stay in memory that all processes "
+    "share on a CPU: each step is made once per rank. Of a model that the process makes, it "
+    "knows nothing: step() changes what nobody computes with.",
     fix="make model and optimizer in the process, the optimizer from the wrapped model's "
     "parameters",
 )
