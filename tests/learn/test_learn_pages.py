@@ -17,6 +17,14 @@ from tests.learn.support.scripts import Result, call
 
 PAGES = pages()
 SESSIONS = [(name, line) for name, page in PAGES.items() for line in page.sessions()]
+ONLY_SLOW = ("python traps/",)
+"""Commands that start a Python, which starts others: some 5 s each. Only slow tests call them."""
+
+FAST = [
+    (name, line)
+    for name, line in SESSIONS
+    if not any(c.words.startswith(ONLY_SLOW) for c in PAGES[name].sessions()[line])
+]
 DRAWN = [figure for name in PAGES for figure in figures(name)]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -53,7 +61,7 @@ def as_torchrun_prints(output: str, result: Result) -> tuple[str, str]:
     return "".join(sorted(lines)), "".join(sorted(result.stdout.splitlines(keepends=True)))
 
 
-@pytest.mark.parametrize(("page", "line"), SESSIONS)
+@pytest.mark.parametrize(("page", "line"), FAST)
 def test_commands_print_what_the_page_shows(page: str, line: int, tmp_path: Path) -> None:
     check(PAGES[page], line, tmp_path, real_torchrun=False)
 

@@ -1,0 +1,13 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.Linear(2, 1)
+torch.save(model.state_dict(), "model.pt")
+writers = torch.ones(1)
+dist.all_reduce(writers)
+if rank == 0:
+    print(f"{writers.item():.0f} ranks wrote model.pt")
+dist.destroy_process_group()

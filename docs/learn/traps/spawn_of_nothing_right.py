@@ -1,0 +1,14 @@
+import torch
+import torch.multiprocessing as mp
+
+
+def train(rank):
+    print(f"rank {rank}: trains")
+
+
+if __name__ == "__main__":
+    ranks = torch.cuda.device_count()
+    if ranks == 0:
+        raise RuntimeError("no GPU is visible")
+    mp.spawn(train, nprocs=ranks)
+    print("done")
