@@ -19,5 +19,5 @@ for inputs in micro_batches:
     loss = model(inputs).mean() / 4
     loss.backward()
 gradient = model.module.weight.grad.item()
-print(f"rank {rank}: {len(exchanges)} exchanges, gradient {gradient:.2f}")
+print(f"rank {rank}: exchanges {len(exchanges)}, gradient {gradient:.2f}")
 dist.destroy_process_group()

@@ -1,20 +1,17 @@
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-dist.init_process_group(
-    "gloo",
-    store=dist.FileStore("meeting", 2),  # as init_method="file:///home/me/meeting"
-    rank=int(os.environ["RANK"]),
-    world_size=2,
-    timeout=timedelta(seconds=5),
-)
+rank = int(os.environ["RANK"])
+meeting = dist.FileStore("meeting", 2)  # as init_method="file:///home/me/meeting"
+time.sleep(2 * rank)  # ranks do not start at the same moment
+limit = timedelta(seconds=5)
+dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2, timeout=limit)
 print(f"rank {dist.get_rank()}: connected")
-dist.barrier()
-if sys.argv[1:] == ["fail"]:
-    if dist.get_rank() == 1:
-        raise ValueError("a mistake in the first run")
+if sys.argv[1:] == ["killed"]:
     dist.barrier()
+    os._exit(0)  # as a process that is killed: nothing is cleaned up
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
 fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 inputs = torch.ones(2, 4) + rank
 for step in range(3):
     optimizer.zero_grad()

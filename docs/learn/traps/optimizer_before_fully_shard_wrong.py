@@ -7,7 +7,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
 fully_shard(model)
 inputs = torch.ones(2, 4) + rank
 for step in range(3):

@@ -13,5 +13,5 @@ if rank == 0:
 writers = torch.tensor([1.0 if rank == 0 else 0.0])
 dist.all_reduce(writers)
 if rank == 0:
-    print(f"{writers.item():.0f} ranks wrote model.pt")
+    print(f"model.pt: written by {writers.item():.0f} of 2 ranks")
 dist.destroy_process_group()

@@ -9,5 +9,5 @@ torch.save(model.state_dict(), "model.pt")
 writers = torch.ones(1)
 dist.all_reduce(writers)
 if rank == 0:
-    print(f"{writers.item():.0f} ranks wrote model.pt")
+    print(f"model.pt: written by {writers.item():.0f} of 2 ranks")
 dist.destroy_process_group()

@@ -18,9 +18,10 @@ rank = dist.get_rank()
 model = DDP(TwoBranches(), find_unused_parameters=True)
 inputs = torch.full((4, 1), 0.2 + 0.6 * rank)  # rank 0 takes one branch, rank 1 the other
 for step in range(2):
+    model.zero_grad()
     try:
         model(inputs).mean().backward()
         print(f"rank {rank}, step {step}: gradient {model.module.short.weight.grad}")
     except RuntimeError as error:
-        print(f"rank {rank}, step {step}: RuntimeError: {str(error)[:54]}")
+        print(f"rank {rank}, step {step}: {str(error).partition(' before')[0]}")
 dist.destroy_process_group()
