@@ -72,7 +72,8 @@ class Figure:
         place = re.compile(rf"(<!-- table: {self.name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not place.search(page):
             raise ValueError(f"{self.page}.md has no line '<!-- table: {self.name} -->'")
-        text = f"\n{self.table(data)}\n\n{machine_line(data)}\n\n"
+        parts = filter(None, (self.table(data), machine_line(data)))
+        text = "\n" + "".join(f"{part}\n\n" for part in parts)
         return place.sub(lambda found: found[1] + text + found[2], page)
 
     def write(self, data: Data) -> None:
