@@ -11,7 +11,7 @@ Names are imported when they are first used, so that `import toolkit` costs next
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "api": "ask_site list_runs open_run resubmit run statuses submit wait",
