@@ -248,20 +248,24 @@ def _idle_shares() -> dict[str, dict[str, float]]:
 
 def draw_waiting(data: Data) -> Drawing:
     """Draw the measured shares beside the formula."""
+    from matplotlib.ticker import MultipleLocator, PercentFormatter
+
     from benchmarks.figures.drawing import COLOURS, TEXT, axes
 
     p = data["stages"]
     with axes() as ax:
-        for colour, (name, by_number) in zip(COLOURS, data["idle"].items(), strict=False):
-            numbers = [int(number) for number in by_number]
-            marker = {"GPipe": "s", "1F1B": "o"}.get(name, "^")
+        for row, (name, by_number) in enumerate(data["idle"].items()):
+            numbers, colour = [int(number) for number in by_number], COLOURS[row]
+            marker, sign = {"GPipe": ("s", "■"), "1F1B": ("o", "●")}.get(name, ("^", "▲"))
             ax.plot(numbers, list(by_number.values()), marker, color=colour, markersize=7)
             ax.text(
-                numbers[-1] * 1.08,
-                {"GPipe": 0.155, "1F1B": 0.115, "Interleaved1F1B": 0.05}[name],
-                name,
+                1,
+                0.98 - 0.09 * row,
+                f"{sign} {name}",
                 color=colour,
-                va="center",
+                transform=ax.transAxes,
+                ha="right",
+                va="top",
             )
         for stages, label in ((1, "(p-1)/(m+p-1)"), (2, "(p-1)/(2m+p-1)")):
             steps = [m / 4 for m in range(12, 133)]
@@ -280,7 +284,8 @@ def draw_waiting(data: Data) -> Drawing:
         most = max(share for by_number in data["idle"].values() for share in by_number.values())
         ax.set_ylim(0, max(0.55, most + 0.05))
         ax.set_xticks(list(MICRO_BATCHES), [str(m) for m in MICRO_BATCHES])
-        ax.set_yticks([0, 0.1, 0.2, 0.3, 0.4, 0.5], ["0", "10 %", "20 %", "30 %", "40 %", "50 %"])
+        ax.yaxis.set_major_locator(MultipleLocator(0.1))
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
         ax.set_xlabel("micro-batches of a step (m)")
         ax.set_title(f"Idle share of a pipeline of {p} ranks", loc="left", fontsize=11)
         return cast("Drawing", ax.figure)
