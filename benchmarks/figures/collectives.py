@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 RANKS = 3
-ARRIVALS_S = (0.02, 0.0, 0.06)
+ARRIVALS_S = (0.3, 0.0, 0.9)
 """When the ranks of the drawing come to the barrier."""
 
 LETTERS = "ABC"
