@@ -26,6 +26,7 @@ from tests.support.ports import free_port
 from tests.train.support.processes import PROCESSES
 
 PATIENCE_S = 300.0
+CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 BIN = Path(sys.executable).parent
 
 
@@ -102,7 +103,9 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
     stdout = "".join(text for text, _ in texts)
     if first is None:
         return Result(0, stdout, "".join(text for _, text in texts))
-    return Result(1, stdout, texts[first][1])
+    failed, stderr = processes[first].exitcode or 0, texts[first][1]
+    # A killed rank says nothing; torchrun ends with this.
+    return Result(1, stdout, f"{stderr}{CHILD_FAILED}:\n" if failed < 0 else stderr)
 
 
 def _rank(
@@ -124,6 +127,8 @@ def _rank(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
