@@ -70,11 +70,12 @@ def table(data: Data) -> str:
     head = " | ".join(f"ranks of node {number}" for number in range(NODES))
     lines = [f"| variable | what it says | {head} |", "|---|---|" + "---|" * NODES]
     for name, meaning in MEANING.items():
-        values = [", ".join(str(rank[name]) for rank in ranks) for ranks in nodes]
+        each = [[str(rank[name]) for rank in ranks] for ranks in nodes]
+        values = [", ".join(v if len(set(v)) > 1 else v[:1]) for v in each]
         lines.append(f"| `{name}` | {meaning} | {' | '.join(values)} |")
     assert data["addresses"] == 1
     where = "`MASTER_ADDR`, `MASTER_PORT` | where the ranks meet"
-    lines.append(f"| {where} | " + " | ".join(["a host and a port, the same everywhere"] * NODES))
+    lines.append(f"| {where} | " + " | ".join(["a host, a free port", "the same"]))
     return "\n".join([*lines[:-1], f"{lines[-1]} |"])
 
 
