@@ -92,6 +92,7 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
                     process.join(0.01)
                 first = next((r for r, p in enumerate(processes) if p.exitcode), None)
         finally:
+            killed = [rank for rank, p in enumerate(processes) if (p.exitcode or 0) < 0]
             for process in processes:
                 process.kill()
                 process.join()
@@ -103,9 +104,8 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
     stdout = "".join(text for text, _ in texts)
     if first is None:
         return Result(0, stdout, "".join(text for _, text in texts))
-    failed, stderr = processes[first].exitcode or 0, texts[first][1]
-    # A killed rank says nothing; torchrun ends with this.
-    return Result(1, stdout, f"{stderr}{CHILD_FAILED}:\n" if failed < 0 else stderr)
+    # A rank that is killed says nothing, and others may fail for it; torchrun ends with this.
+    return Result(1, stdout, f"{CHILD_FAILED}:\n" if killed else texts[first][1])
 
 
 def _rank(
