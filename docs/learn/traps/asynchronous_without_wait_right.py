@@ -7,7 +7,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 loss = torch.tensor([1.0, 3.0][rank])
 if rank == 1:
-    time.sleep(2)  # a slower rank
+    time.sleep(3)  # a slower rank
 work = dist.all_reduce(loss, async_op=True)
 work.wait()
 mean = loss / dist.get_world_size()
