@@ -67,7 +67,7 @@ def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
 
 
 def ranks_of(arguments: list[str], folder: Path) -> Result:
-    """Start the ranks of `torchrun [--standalone] --nproc-per-node N SCRIPT …`."""
+    """Start the ranks of `torchrun [--standalone] --nproc-per-node N SCRIPT|-m MODULE …`."""
     if arguments[0] == "--standalone":
         del arguments[0]
     flag, count, script, *rest = arguments
@@ -132,16 +132,22 @@ def _rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        # A rank whose script exchanges nothing may end while another one still connects.
+        "TORCH_DIST_INIT_BARRIER": "1",
     }
     import torch
 
     torch.set_num_threads(1)
     os.chdir(folder)
-    sys.argv = [script, *arguments]
-    sys.path[0:0] = [str(folder / Path(script).parent)]
     warnings.simplefilter("default")
     try:
-        names = runpy.run_path(script, run_name="__main__")
+        if script == "-m":
+            sys.argv = arguments
+            names = runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [script, *arguments]
+            sys.path[0:0] = [str(folder / Path(script).parent)]
+            names = runpy.run_path(script, run_name="__main__")
     except SystemExit:
         raise
     except BaseException:
