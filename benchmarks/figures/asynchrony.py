@@ -392,14 +392,14 @@ def draw_local_sgd(data: Data) -> Drawing:
             ax.annotate(
                 name,
                 (sizes[2], means[2]),
-                xytext=(0, 8 if number == 0 else -34),
+                xytext=(0, 6 if number == 0 else -34),
                 textcoords="offset points",
                 color=COLOURS[number],
                 ha="center" if number == 0 else "left",
             )
         ax.set_xscale("log")
         ax.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
-        ax.set_ylim(top=101)
+        ax.set_ylim(20, 104)
         ax.set_xlabel("MB that a rank exchanges in the run (labels: steps between two averagings)")
         ax.set_ylabel("test accuracy, %")
         drawing: Drawing = ax.figure
