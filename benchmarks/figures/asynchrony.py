@@ -121,6 +121,13 @@ def _late_loss(run: dict[str, Any]) -> float:
     return statistics.fmean(run["losses"][-LATE:])
 
 
+def _whole(found: object) -> Drawing:
+    from matplotlib.figure import Figure as Whole
+
+    assert isinstance(found, Whole)
+    return found
+
+
 def draw_staleness(data: Data) -> Drawing:
     """Draw how many updates had gradients of which age."""
     from benchmarks.figures.drawing import COLOURS, TEXT, axes
@@ -142,8 +149,7 @@ def draw_staleness(data: Data) -> Drawing:
         ax.set_ylabel("share of updates, %")
         ax.set_xticks(range(0, max(len(r["ages"]) for r in data["runs"]), 1))
         ax.grid(axis="x", visible=False)
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 def table_modes(data: Data) -> str:
@@ -170,7 +176,7 @@ def draw_modes(data: Data) -> Drawing:
     """Draw the loss against the time, at both learning rates."""
     from benchmarks.figures.drawing import COLOURS, axes
 
-    with axes(height=3.2, ncols=2, sharey=True) as both:  # type: ignore[misc]
+    with axes(height=3.2, ncols=2, sharey=True) as both:
         for ax, lr in zip(both, (SMALL_LR, LR), strict=True):  # type: ignore[call-overload]
             for number, mode in enumerate(MODES):
                 run = next(_runs(data, mode=mode, lr=lr, slower=SLOWER))
@@ -192,8 +198,7 @@ def draw_modes(data: Data) -> Drawing:
             ax.set_xlabel("seconds")
             ax.set_ylim(bottom=0)
         both[0].set_ylabel("training loss, mean of 16 updates")  # type: ignore[index]
-        drawing: Drawing = both[0].figure  # type: ignore[index]
-        return drawing
+        return _whole(both[0].figure)  # type: ignore[index]
 
 
 DELAYS = (0, 1, 2, 4, 8)
@@ -272,8 +277,7 @@ def draw_delay(data: Data) -> Drawing:
         ax.minorticks_off()
         ax.set_xlabel("learning rate times curvature")
         ax.set_ylabel("distance after 60 updates")
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 def table_delay(data: Data) -> str:
@@ -402,8 +406,7 @@ def draw_local_sgd(data: Data) -> Drawing:
         ax.set_ylim(20, 104)
         ax.set_xlabel("MB that a rank exchanges in the run (labels: steps between two averagings)")
         ax.set_ylabel("test accuracy, %")
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 def table_local_sgd(data: Data) -> str:

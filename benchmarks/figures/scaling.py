@@ -138,6 +138,13 @@ def predicted(data: Data, size: str, ranks: int) -> float:
     return alone / min(ranks, cores) + exchange
 
 
+def _whole(found: object) -> Drawing:
+    from matplotlib.figure import Figure as Whole
+
+    assert isinstance(found, Whole)
+    return found
+
+
 def draw_curves(data: Data) -> Drawing:
     """Draw the speed-up against the number of ranks."""
     from benchmarks.figures.drawing import COLOURS, FAINT, axes
@@ -166,8 +173,7 @@ def draw_curves(data: Data) -> Drawing:
         ax.set_ylim(bottom=0)
         ax.set_xlabel("ranks (dotted: predicted from one rank and the exchange alone)")
         ax.set_ylabel("speed-up, same global batch")
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 def table_curves(data: Data) -> str:
@@ -292,14 +298,13 @@ def draw_remedies(data: Data) -> Drawing:
         ax.set_xlim(0, max(ratio for _, ratio in rows) * 1.12)
         ax.grid(axis="y", visible=False)
         ax.set_xlabel("time for the same samples, relative to DDP as it is")
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 THREADS = (1, 2, 4)
 
 
-def _threads(rank: int) -> dict[str, dict[str, float]]:
+def _threads(rank: int) -> dict[str, float]:
     ranks = dist.get_world_size()
     step = _step(DistributedDataParallel(perceptron(512)), 256 // ranks)
     seen: dict[int, list[float]] = {threads: [] for threads in THREADS}
@@ -394,8 +399,7 @@ def draw_profiles(data: Data) -> Drawing:
         ax.set_xticks([0, 25, 50, 75, 100])
         ax.grid(visible=False)
         ax.set_xlabel(f"share of the step, %; right: time of {data['samples']} samples")
-        drawing: Drawing = ax.figure
-        return drawing
+        return _whole(ax.figure)
 
 
 def table_profiles(data: Data) -> str:
