@@ -10,13 +10,14 @@ from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
 from toolkit.lint import check as lint
+from toolkit.lint.folders import files_to_check
 from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
 from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
-from toolkit.lint.scripts.script import read_batch_script
+from toolkit.lint.scripts.script import Site, read_batch_script
 from toolkit.planning import plan
 from toolkit.planning.kubernetes import KubernetesPlan
-from toolkit.profile import KubernetesProfile, Profile, as_profile
+from toolkit.profile import KubernetesProfile, Profile, SlurmProfile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
 from toolkit.slurm.commands import Command, run_command
@@ -81,9 +82,11 @@ def check(
     Args:
         path: The file. It is a training script if its suffix is `.py`; a batch script if it begins
             with `#!`, holds `#SBATCH` lines or has the suffix `.sbatch`, `.sh`, `.slurm` or `.job`;
-            a stream of manifests if its documents have `apiVersion` and `kind`.
+            a stream of manifests if its documents have `apiVersion` and `kind`. Of a folder, all
+            such files below it are checked; one that cannot be used is a finding without a rule.
         overrides: Assignments to keys of a job file.
-        to: The profiles that a job file must work with; for manifests, that of their namespace.
+        to: The profiles that a job file must work with; for manifests, that of their namespace;
+            for a batch script, that of its site.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
         schemas: A folder with the CustomResourceDefinitions that apply to manifests.
         command: Runs Slurm's commands for a batch script.
@@ -94,13 +97,22 @@ def check(
         InputError: the file cannot be read, or does not describe a job.
         LauncherError: the site does not answer.
     """
-    path = Path(path)
+    path, overrides = Path(path), tuple(overrides)  # overrides are read more than once
+    if path.is_dir():
+        options = {"to": to, "server": server, "schemas": schemas}
+        more = {"command": command, "api_client": api_client}
+        return [
+            one
+            for file in files_to_check(path)
+            for one in check_among_others(file, overrides, **options, **more)
+        ]
     content = kind_of_file(path)
     if content == "training":
         problems = lint.check_training_script(read_text(path), str(path))
         return [finding(problem) for problem in problems]
     if content == "script":
-        problems = _script_problems(path, command if server else None)
+        profiles = [as_profile(profile) for profile in to]
+        problems = _script_problems(path, profiles, command if server else None)
         return [finding(problem) for problem in problems]
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     if content == "manifests":
@@ -109,7 +121,6 @@ def check(
             path, sites, schemas=schema_set, server=server, api_client=api_client
         )
         return [finding(problem) for problem in problems]
-    overrides = tuple(overrides)  # they are read more than once
     findings = _job_findings(path, overrides, to, schemas=schema_set)
     if server and not findings:
         job = load(path, overrides)
@@ -122,6 +133,29 @@ def check(
                 problems = ask_site(job, to=profile)
             findings += map(finding, problems)
     return list(dict.fromkeys(findings))
+
+
+def check_among_others(file: Path, overrides: tuple[str, ...], **options: Any) -> list[Finding]:
+    """Check a file among others: each option counts for the kinds of files that take it."""
+    content = kind_of_file(file)
+    try:
+        return check(
+            file,
+            overrides if content == "job" else (),
+            **{**options, "to": profiles_for(content, options["to"])},
+        )
+    except InputError as error:
+        return [finding(problem) for problem in error.problems]
+
+
+def profiles_for(content: str, profiles: Iterable[str | Profile]) -> list[Profile]:
+    """Return those of the profiles that a kind of file is checked with."""
+    kinds = {"script": SlurmProfile, "manifests": KubernetesProfile}
+    if content == "job":
+        return [as_profile(profile) for profile in profiles]
+    if content not in kinds:
+        return []
+    return [one for one in map(as_profile, profiles) if isinstance(one, kinds[content])]
 
 
 def kind_of_file(path: Path) -> Literal["job", "manifests", "script", "training"]:
@@ -297,14 +331,36 @@ def _server_problems(
 # ---- Batch scripts
 
 
-def _script_problems(path: Path, command: Command | None) -> list[Problem]:
+def _script_problems(
+    path: Path, profiles: Sequence[Profile], command: Command | None
+) -> list[Problem]:
     """Check a script; with a command also against the site: account, folders, sbatch's verdict."""
-    text = read_text(path)
-    problems = lint.check_script(text, str(path))
+    text, site = read_text(path), Site()
+    for profile in profiles:
+        if not isinstance(profile, SlurmProfile):
+            what = f"profile {profile.name!r} is not of a Slurm cluster; batch scripts are for one"
+            raise ProfileError(what)
+        version = profile.slurm_version
+        slurm = tuple(map(int, version.split(".")[:2])) if version else (0, 0)
+        site = Site(
+            slurm=(slurm[0], slurm[1]) if version else None,
+            plugin_options=frozenset(profile.plugin_options),
+        )
     if command is None:
-        return problems
-    from toolkit.slurm.site_check import account_findings, log_folder, path_findings, verdict
+        return lint.check_script(text, str(path), site)
+    from toolkit.slurm.site_check import (
+        account_findings,
+        log_folder,
+        path_findings,
+        slurm_version,
+        verdict,
+    )
 
+    site = replace(site, slurm=slurm_version(command) or site.slurm)
+    problems = lint.check_script(text, str(path), site)
+    refusals = verdict(text, command, place=str(path))
+    if not refusals:  # then what looks unknown is an option of a plug-in
+        problems = [one for one in problems if one.rule != "directive-unknown"]
     script = read_batch_script(text, str(path))
 
     def place(name: str) -> str:
@@ -313,7 +369,7 @@ def _script_problems(path: Path, command: Command | None) -> list[Problem]:
 
     options = {name: script.value(name) for name in script.options}
     problems += account_findings(options, command, place=place)
-    problems += verdict(script.text, command, place=str(path))
+    problems += refusals
     places = []
     for name in ("output", "error"):
         if (value := options.get(name)) and (folder := log_folder(value)):

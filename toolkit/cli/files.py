@@ -5,8 +5,10 @@ from __future__ import annotations  # naming a type must not import it
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +17,9 @@ from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
 from toolkit.cli.output import note
 from toolkit.errors import InputError
+
+if TYPE_CHECKING:
+    from toolkit.checks import Finding
 
 
 @cli.command(epilog=example("toolkit new my-model && cd my-model && toolkit run job.yaml"))
@@ -77,7 +82,9 @@ def init(
 
 
 @cli.command(epilog=example("toolkit check train.sbatch"))
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument(
+    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @SET
 @click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
 @click.option("--server", is_flag=True, help="Query the site or cluster, too; submits nothing.")
@@ -89,49 +96,45 @@ def init(
 )
 @JSON
 def check(
-    file: Path,
+    files: tuple[Path, ...],
     overrides: tuple[str, ...],
     to: tuple[str, ...],
     server: bool,
     schemas: Path | None,
     as_json: bool,
 ) -> None:
-    """List everything that is wrong with a job file, or with a script or manifest of your own.
+    """List everything that is wrong with job files, or with scripts or manifests of your own.
 
-    A script is a batch script, or a training script in Python (FILE.py), which is not executed.
+    A script is a batch script, or a training script in Python (FILE.py), which is not executed. Of
+    a folder, all such files below it are checked.
 
-    Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if the file
+    Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if a file
     cannot be read or is not a job.
     """
     from toolkit import checks
 
+    if len(files) > 1 or files[0].is_dir():
+        _check_many(files, overrides, to, server=server, schemas=schemas, as_json=as_json)
+        return
+    (file,) = files
     content = checks.kind_of_file(file)
-    if content == "script" and (to or overrides):
-        raise click.UsageError("a batch script names its site itself; --to and --set are for jobs")
+    if content == "script" and overrides:
+        raise click.UsageError("--set is for jobs, not for scripts")
     if content == "training" and (to or overrides or server or schemas):
         raise click.UsageError(
             "of a training script only its Python is read; leave out the options"
         )
     if content == "manifests" and overrides:
         raise click.UsageError("--set is for jobs, not for manifests")
-    if (
-        content in ("job", "manifests")
-        and not to
-        and (default := toolkit.default_profile()) is not None
-    ):
-        to = (default,) if content == "job" or _is_of_kubernetes(default) else ()
+    if not to and (default := toolkit.default_profile()) is not None:
+        to = (default,) if _is_for(content, default) else ()
     if server and content == "job" and not to:
         raise click.UsageError("--server queries the site of a profile; name one with --to")
     try:
         findings = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
     except InputError as error:
         findings = [checks.finding(problem) for problem in error.problems]
-    if as_json:
-        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
-        click.echo(without_secrets(text))
-    else:
-        for finding in findings:
-            click.echo(without_secrets(str(finding)), err=finding.rule is None)
+    _show(findings, as_json=as_json)
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if as_json:
@@ -149,11 +152,60 @@ def check(
     click.echo(f"{file}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")
 
 
-def _is_of_kubernetes(name: str) -> bool:
+def _check_many(
+    files: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    to: tuple[str, ...],
+    *,
+    server: bool,
+    schemas: Path | None,
+    as_json: bool,
+) -> None:
+    """Check files and folders; each option counts for the kinds of files that take it."""
+    from toolkit import checks
+    from toolkit.lint.folders import files_to_check
+
+    default = None if to else toolkit.default_profile()
+    findings: list[checks.Finding] = []
+    count = 0
+    for path in dict.fromkeys(files):
+        try:
+            inside = files_to_check(path) if path.is_dir() else [path]
+        except InputError as error:
+            findings += map(checks.finding, error.problems)
+            continue
+        count += len(inside)
+        for file in inside:
+            content = checks.kind_of_file(file)
+            names = to or ((default,) if default and _is_for(content, default) else ())
+            options = {"server": server and bool(names or content != "job"), "schemas": schemas}
+            findings += checks.check_among_others(file, overrides, to=names, **options)
+    findings = list(dict.fromkeys(findings))
+    _show(findings, as_json=as_json)
+    if findings:
+        sys.exit(exit_status.of_findings(findings))
+    if not as_json:
+        click.echo(f"{count} file{'s' if count > 1 else ''}: fine")
+
+
+def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
+        click.echo(without_secrets(text))
+        return
+    for finding in findings:
+        click.echo(without_secrets(str(finding)), err=finding.rule is None)
+
+
+def _is_for(content: str, profile: str) -> bool:
+    """Whether the default profile is one that a kind of file is checked with."""
+    if content == "job":
+        return True
     try:
-        return toolkit.load_profile(name).kind == "kubernetes"
+        kind = toolkit.load_profile(profile).kind
     except InputError:
         return False  # toolkit.check() reports the problem if it needs the profile
+    return (content, kind) in (("script", "slurm"), ("manifests", "kubernetes"))
 
 
 @cli.command(epilog=example("toolkit schema profile > profile.schema.json"))

@@ -3,9 +3,12 @@
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import InputError, Problem
+from toolkit.lint.bash.parser import readable_lines
 from toolkit.lint.manifests.rules import (
     object_names,
     operators,
@@ -20,8 +23,16 @@ from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
 from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
 from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
-from toolkit.lint.scripts.script import read_batch_script
+from toolkit.lint.scripts.script import BatchScript, Site, read_batch_script
+from toolkit.lint.scripts.submitted import submitted_scripts
 from toolkit.lint.scripts.values import uncovered
+from toolkit.lint.templates import (
+    MANIFEST_TEMPLATE,
+    SCRIPT_TEMPLATE,
+    script_template_line,
+    unfilled,
+    yaml_template_line,
+)
 from toolkit.lint.training.rules import (
     checkpoint,
     data_parallel,
@@ -36,7 +47,10 @@ from toolkit.text.manifests import Stream, View, read_manifests
 from toolkit.text.untrusted import printable
 from toolkit.text.yaml_reader import KeyPath
 
-SCRIPT_RULES = SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals))
+SCRIPT_RULES = (
+    *SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals)),
+    SCRIPT_TEMPLATE,
+)
 """The rules for batch scripts."""
 
 TRAINING_RULES = TRAINING.order(
@@ -52,6 +66,7 @@ MANIFEST_RULES = (
         )
     ),
     CRD_RULE,
+    MANIFEST_TEMPLATE,
 )
 """The rules for manifests."""
 
@@ -70,17 +85,64 @@ CLUSTER_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["cluster"
 """The rules of `check --server` at a Kubernetes cluster, for a job file and for manifests."""
 
 
-def check_script(text: str, source: str) -> list[Problem]:
+def check_script(text: str, source: str, site: Site | None = None) -> list[Problem]:
     """Return the problems of a batch script, by line; each one once.
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+    A script that it hands to sbatch in a here-document is checked with it.
 
     Raises:
-        InputError: its bash cannot be read.
+        InputError: its bash cannot be read; it holds the problems of what stands above, too.
     """
     if not text.strip():
         raise InputError("the file is empty", place=source)
-    script = read_batch_script(text, source)
+    site = site or Site()
+    if (line := script_template_line(text)) is not None:
+        what = "this is a template of a script"
+        return [_problem(SCRIPT_TEMPLATE, f"{source}:{line}", what)]
+    try:
+        script = read_batch_script(text, source, site)
+    except InputError as error:
+        raise InputError(in_order([*error.problems, *_above(text, error, site)])) from None
+    problems = _script_problems(script)
+    for inner in submitted_scripts(script):
+        with suppress(InputError):  # what the shell puts into it may be half of a command
+            inside = _script_problems(read_batch_script(inner.text, source, site))
+            problems += (
+                _moved(problem, inner.line - 1)
+                for problem in inside
+                if problem.rule not in inner.decided
+            )
+    return in_order(problems)
+
+
+_LOOKS_BELOW = frozenset(
+    {"failure-masked", "log-truncated", "nodes-unused", "srun-without-wait"}
+    | {"signal-orphans", "signal-unhandled", "trap-blocked", "wait-interrupted"}
+)
+"""The rules that a script must be read in full for."""
+
+
+def _above(text: str, error: InputError, site: Site) -> list[Problem]:
+    """Return the problems of the commands above what cannot be read."""
+    source = (error.problems[0].place or "").rpartition(":")[0]
+    lines = readable_lines(text, source, before=_line(error.problems[0]))
+    above = "".join(text.splitlines(keepends=True)[:lines])
+    try:
+        script = read_batch_script(above, source, site)
+    except InputError:
+        return []
+    return [problem for problem in _script_problems(script) if problem.rule not in _LOOKS_BELOW]
+
+
+def _moved(problem: Problem, lines: int) -> Problem:
+    """Return a problem of a text that begins `lines` below the top of its file."""
+    source = (problem.place or "").rpartition(":")[0]
+    return replace(problem, place=f"{source}:{_line(problem) + lines}")
+
+
+def _script_problems(script: BatchScript) -> list[Problem]:
+    text, source = script.text, script.source
     allowed = allowed_rules(text, [(comment.line, comment.text) for comment in script.comments])
     problems = []
     for rule, violation in SCRIPTS.violations(script):
@@ -88,7 +150,11 @@ def check_script(text: str, source: str) -> list[Problem]:
             place = f"{source}:{violation.at}"
             message = f"{uncovered(violation.what)}; {violation.fix or rule.fix}"
             problems.append(Problem(place=place, message=message, rule=rule.id))
-    return in_order(problems)
+    return problems
+
+
+def _problem(rule: Rule, place: str, what: str) -> Problem:
+    return Problem(place=place, message=f"{what}; {rule.fix}", rule=rule.id)
 
 
 def check_training_script(text: str, source: str) -> list[Problem]:
@@ -123,7 +189,18 @@ def check_manifests(
     Raises:
         InputError: it cannot be read, or a document is not an object.
     """
-    stream = read_manifests(text, source, pod_security=pod_security)
+    what = "this is a template of a manifest"
+    try:
+        stream = read_manifests(text, source, pod_security=pod_security)
+    except InputError:
+        if (line := yaml_template_line(text)) is None:
+            raise
+        return [_problem(MANIFEST_TEMPLATE, f"{source}:{line}", what)]
+    if views := unfilled(stream):
+        more = f" and {len(views) - 1} more places" if len(views) > 1 else ""
+        what = f"{what}: {views[0].text()!r}{more}"
+        place = views[0].manifest.place(views[0].path)
+        return not_allowed([_problem(MANIFEST_TEMPLATE, place, what)], text)
     problems = []
     for rule, violation in manifest_violations(stream, schemas):
         place = violation.at.manifest.place(violation.at.path)

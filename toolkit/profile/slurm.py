@@ -1,14 +1,14 @@
 """The model of a Slurm cluster."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from toolkit.job import types
 from toolkit.job.sbatch_options import SbatchOptions
 from toolkit.job.spec import Mount
-from toolkit.job.types import FrozenModel, Text
+from toolkit.job.types import FrozenModel, Text, matching
 from toolkit.profile.base import SiteProfile
 
 REMOTE_DIR = "~/torch-deploy-toolkit"
@@ -73,6 +73,16 @@ class SlurmProfile(SiteProfile):
     licenses: tuple[types.Word, ...] = ()
     """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites use them to count
     software and file systems."""
+
+    slurm_version: (
+        Annotated[Text, *matching(r"[0-9]{2}\.[0-9]{2}(\.[0-9]+)?", 'write it like "23.02"')] | None
+    ) = None
+    """The site's version of Slurm, in quotes, like `"23.02"`, for `toolkit check` of your own
+    scripts: some rules are about single versions. `--server` asks the site instead."""
+
+    plugin_options: tuple[types.Word, ...] = ()
+    """Options of sbatch that plug-ins (SPANK) of the site add, by their long names, like
+    `environment`: `toolkit check` then lets them pass in scripts of your own."""
 
     sbatch: SbatchOptions = Field(default={})
     """More options of sbatch for every job, by their long names; a job's own take precedence."""

@@ -234,6 +234,13 @@ def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
             yield Problem(rule="site-option", place=f"--{name}", message=message)
 
 
+def slurm_version(command: Command) -> tuple[int, int] | None:
+    """Return the site's version of Slurm, like `(23, 2)`; None if it does not say."""
+    shown = command(_CONFIG.split()).stdout
+    match = re.search(r"^SLURM_VERSION *= *(\d{1,9})\.(\d{1,9})", shown, re.MULTILINE)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def account_findings(
     options: dict[str, str | None], command: Command, *, place: Callable[[str], str]
 ) -> list[Problem]:

@@ -142,6 +142,32 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     return f"a value for {name}" if is_telling(name) and not other and not count else None
 
 
+_PLACEHOLDER = re.compile(
+    r"(?i:(your|insert|enter|add|put|replace|paste|set|fill|my)[-_ ].*"
+    r"|your.*|.*(x{4,}|\.{3}|…|\*{3,}|#{3,}|[-_ ]your[-_ ]|[-_ ]here$|placeholder|example|redacted"
+    r"|change[-_ ]?(me|it|this)|to[-_]?do).*"
+    r"|empty|dummy|fake|test|foo|bar|secret|token|token-abc123|api[-_]?key|key|passw(or)?d"
+    r"|(minio|rabbit|super)?admin|minio(123)?|postgres(ql)?|root|guest|mysql|redis|user|x+|0+)"
+)
+"""Values that stand for one, and the defaults that programs bring and everybody knows."""
+
+_LONGEST_PLACEHOLDER = 100
+
+
+def is_placeholder(value: str) -> bool:
+    """Whether a value in a file stands for a secret without being one.
+
+    It is for files that somebody reads: in a log even such a value is masked.
+
+    >>> [is_placeholder(v) for v in ("your_token_here", "hf_xxxxxxxxxxxxxxxxxxxx", "minioadmin")]
+    [True, True, True]
+    >>> [is_placeholder(v) for v in ("hunter2", "hf_" + "a1" * 17)]
+    [False, False]
+    """
+    text = value.strip().strip("\"'")
+    return len(text) <= _LONGEST_PLACEHOLDER and _PLACEHOLDER.fullmatch(text) is not None
+
+
 def leak_message(place: str, kind: str) -> str:
     """Return the problem of a value that is a secret, without the value."""
     return f"{place} holds what looks like {kind}; {WAY_OUT}"

@@ -22,6 +22,7 @@ from toolkit.lint.check import (
     SITE_RULES,
     TRAINING_RULES,
 )
+from toolkit.lint.folders import files_to_check
 from toolkit.slurm import SlurmLauncher
 
 JOB = "name: probe\nmodule: train\nimage: r.io/t:1\n"
@@ -283,14 +284,14 @@ def test_findings_are_objects_with_json(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_status_2(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "t.sbatch").write_text("#!/bin/bash\necho 'a\n")
+    (tmp_path / "t.sbatch").write_text("#!/bin/bash\n#SBATCH -t 1\necho 'a\n")
     message = "this single quote is never closed"
     done = run("t.sbatch")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"t.sbatch:2: {message}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"t.sbatch:3: {message}\n")
     done = run("t.sbatch", "--json")
     (found,) = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (2, "")
-    assert (found["file"], found["line"], found["rule"]) == ("t.sbatch", 2, None)
+    assert (found["file"], found["line"], found["rule"]) == ("t.sbatch", 3, None)
     (tmp_path / "t.sbatch").write_bytes(b"#!/bin/bash\necho caf\xe9\n")
     done = run("t.sbatch")
     assert (done.returncode, done.stderr) == (2, "t.sbatch: is not UTF-8 text (byte 20)\n")
@@ -301,11 +302,105 @@ def test_what_cannot_be_read_is_status_2(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_a_script_takes_no_profile(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "t.sbatch").write_text("#!/bin/bash\n#SBATCH -t 5\n")
-    done = run("t.sbatch", "--to", "slurm")
+def test_what_stands_above_a_syntax_error_is_told_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.sbatch"
+    lines = ["#!/bin/bash", "#SBATCH -t 5 --nodez=2", "export MASTER_PORT=29500"]
+    for broken in ("if true; then", "srun bash -c 'if true'", "f() {\necho 'a"):
+        path.write_text("\n".join([*lines, broken, "export MASTER_PORT=29501", ""]))
+        with pytest.raises(toolkit.InputError) as caught:
+            check(path)
+        rules = [problem.rule for problem in caught.value.problems]
+        assert sorted(map(str, rules)) == ["None", "directive-unknown", "fixed-port"], broken
+
+
+def test_a_script_takes_what_a_profile_of_its_site_tells(run: Run, tmp_path: Path) -> None:
+    script = "#!/bin/bash\n#SBATCH -t 5 -c 4 --environment=torch\nsrun python x.py\n"
+    (tmp_path / "t.sbatch").write_text(script)
+    (tmp_path / "k.yaml").write_text("kind: kubernetes\n")
+    (tmp_path / "s.yaml").write_text(
+        'kind: slurm\nslurm_version: "23.02.6"\nplugin_options: [environment]\n'
+    )
+    done = run("t.sbatch")
+    assert "[directive-unknown]" in done.stdout and "plugin_options: [environment]" in done.stdout
+    assert "did you mean" not in done.stdout
+    done = run("t.sbatch", "--to", "s.yaml")
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["[srun-cpus]"]
+    done = run("t.sbatch", "--to", "k.yaml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--to and --set are for jobs" in done.stderr
+    assert "batch scripts are for one" in done.stderr
+    done = run("t.sbatch", "--set", "name=a")
+    assert (done.returncode, "--set is for jobs" in done.stderr) == (2, True)
+
+
+def test_a_site_knows_its_version_and_the_options_of_its_plugins(tmp_path: Path) -> None:
+    path = tmp_path / "t.sbatch"
+    path.write_text("#!/bin/bash\n#SBATCH -t 5 -c 4 --environment=torch\nsrun python x.py\n")
+
+    def rules(**site: Any) -> list[str | None]:
+        return [one.rule for one in check(path, server=True, command=Site(**site))]
+
+    assert rules() == ["srun-cpus"]  # whose sbatch takes the option
+    newer = CONFIG.replace("22.05.8", "24.11.5")
+    assert rules(config=newer) == []
+    assert rules(config=newer, refused="no\n") == ["directive-unknown", "site-refuses"]
+
+
+# ---- Many files
+
+
+def test_many_files_are_checked_and_one_status_told(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.sbatch").write_text("#!/bin/bash\n#SBATCH -t 5\nexport MASTER_PORT=1234\n")
+    (tmp_path / "b.sbatch").write_text("#!/bin/bash\n#SBATCH -t 5\n")
+    (tmp_path / "c.yaml").write_text("apiVersion: v1\nkind: Service\nmetadata: {name: 1st}\n")
+    done = run("a.sbatch", "b.sbatch", "c.yaml")
+    places = [line.split()[:2] for line in done.stdout.splitlines()]
+    expected = [["a.sbatch:3:", "[fixed-port]"], ["c.yaml:3:", "[name-invalid]"]]
+    assert (done.returncode, done.stderr) == (1, "") and places[:1] == expected[:1]
+    assert expected[1] in places
+    done = run("a.sbatch", "c.yaml", "--json")
+    assert {one["file"] for one in json.loads(done.stdout)} == {"a.sbatch", "c.yaml"}
+    done = run("b.sbatch", "b.sbatch", "b.sbatch")
+    assert (done.returncode, done.stdout) == (0, "1 file: fine\n")
+    done = run("a.sbatch", "none.sbatch")
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1)
+    assert "none.sbatch: cannot be read" in done.stderr
+
+
+def test_of_a_folder_the_files_for_it_are_taken(run: Run, tmp_path: Path) -> None:
+    texts = {
+        "a.sbatch": "#!/bin/bash\n#SBATCH -t 5\n",
+        "jobs/run.sh": "#!/bin/bash\n#SBATCH -t 5\nexport MASTER_PORT=1234\n",
+        "jobs/helper.sh": "export MASTER_PORT=1234\n",
+        "jobs/start": "#!/bin/bash\n#SBATCH --nodez=1 -t 5\n",
+        "jobs/job.yaml": JOB,
+        "jobs/config.yaml": "learning_rate: 0.1\n",
+        "k8s/service.yaml": "apiVersion: v1\nkind: Service\nmetadata: {name: 1st}\nspec: {}\n",
+        "src/train.py": "import torch\nfrom torch import nn\nmodel = nn.DataParallel(nn.ReLU())\n",
+        "src/plot.py": "import matplotlib\n",
+        ".git/hook.sbatch": "broken '",
+        "env/pyvenv.cfg": "",
+        "env/x.sbatch": "broken '",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    taken = [str(path.relative_to(tmp_path)) for path in files_to_check(tmp_path)]
+    meant = ["a.sbatch", "jobs/job.yaml", "jobs/run.sh", "jobs/start", "k8s/service.yaml"]
+    assert taken == [*meant, "src/train.py"]
+    done = run(".")
+    assert (done.returncode, done.stderr) == (1, "")
+    files = {line.split(":")[0] for line in done.stdout.splitlines()}
+    assert files == {"jobs/run.sh", "jobs/start", "k8s/service.yaml", "src/train.py"}
+    assert len(check(tmp_path)) == len(done.stdout.splitlines())
+    (tmp_path / "jobs/bad.job").write_text("echo 'a\n")
+    assert run(".").returncode == 2
+    assert None in [one.rule for one in check(tmp_path)]
+    (tmp_path / "empty").mkdir()
+    done = run("empty", "a.sbatch")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "empty: no file here is a script, a job or a manifest\n",
+    )
 
 
 def test_a_secret_is_found_and_not_shown(run: Run, tmp_path: Path) -> None:

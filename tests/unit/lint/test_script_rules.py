@@ -15,16 +15,26 @@ from tests.unit.rendering.test_environment import HOSTILE, scripts
 from toolkit.errors import InputError
 from toolkit.lint.check import SCRIPT_RULES, check_script
 from toolkit.lint.scripts.options import read_directives
+from toolkit.lint.scripts.script import Site
 
 SCRIPTS = ROOT / "tests/data/scripts"
 
 EXPECTED = {
+    "accelerate.slurm": [
+        (11, "node-rank"),
+        (13, "fixed-port"),
+        (15, "kill-on-bad-exit"),
+        (15, "srun-wait"),
+        (16, "torchrun-without-srun"),
+        (17, "torchrun-without-srun"),
+    ],
     "background.job": [
         (8, "node-rank"),
         (10, "failure-masked"),
         (10, "wait-interrupted"),
     ],
     "careful.sbatch": [],
+    "first-node-only.sbatch": [(5, "failure-masked"), (5, "nodes-unused")],
     "forgetful.sh": [
         (1, "shebang-missing"),
         (3, "directive-unknown"),
@@ -38,7 +48,6 @@ EXPECTED = {
         (6, "directive-variable"),
         (6, "time-missing"),
         (12, "head-address"),
-        (17, "srun-cpus"),
         (17, "several-torchruns"),
         (17, "kill-on-bad-exit"),
         (18, "nnodes-mismatch"),
@@ -46,9 +55,13 @@ EXPECTED = {
         (20, "rdzv-id"),
         (22, "fixed-port"),
     ],
+    "headings.sbatch": [
+        (9, "directive-unknown"),
+        (10, "directive-unknown"),
+        (13, "fixed-port"),
+    ],
     "in-containers.sbatch": [
         (6, "container-on-sbatch"),
-        (7, "gpus-per-task-typed"),
         (10, "failure-masked"),
         (12, "slurm-in-container"),
         (15, "fixed-port"),
@@ -70,7 +83,6 @@ EXPECTED = {
         (15, "localhost-master"),
         (17, "secret-literal"),
         (22, "node-rank"),
-        (28, "srun-cpus"),
         (28, "kill-on-bad-exit"),
         (28, "srun-wait"),
     ],
@@ -81,6 +93,7 @@ EXPECTED = {
         (5, "head-address"),
         (6, "srun-without-wait"),
     ],
+    "old-slurm.sbatch": [(4, "gpus-per-task-typed"), (9, "srun-cpus")],
     "one-node.sbatch": [],
     "orphans.sbatch": [
         (2, "several-torchruns"),
@@ -90,7 +103,27 @@ EXPECTED = {
         (17, "export-none"),
         (17, "failure-masked"),
     ],
+    "ranks-by-hand.sbatch": [
+        (3, "ntasks-exceed-gpus"),
+        (8, "nodes-in-one-element"),
+        (9, "head-address"),
+        (10, "port-random"),
+        (11, "world-size-mismatch"),
+        (12, "rank-in-batch-script"),
+        (13, "secret-literal"),
+        (16, "secret-printed"),
+        (17, "kill-on-bad-exit"),
+        (18, "wait-for-seconds"),
+    ],
+    "servers.sbatch": [],
     "static.sbatch": [],
+    "submits.sh": [
+        (7, "directive-unknown"),
+        (8, "fixed-port"),
+        (13, "time-missing"),
+        (15, "failure-masked"),
+    ],
+    "template.sbatch": [(2, "script-template")],
     "warned.sbatch": [
         (5, "signal-unhandled"),
         (6, "log-truncated"),
@@ -104,14 +137,19 @@ EXPECTED = {
 """Script: the lines of its faults, and the rule of each."""
 
 
-def found(text: str) -> list[tuple[int, str | None]]:
-    problems = check_script(text, "x")
+SITES = {"old-slurm.sbatch": Site(slurm=(22, 5))}
+"""What is known of the site of a script."""
+
+
+def found(text: str, site: Site | None = None) -> list[tuple[int, str | None]]:
+    problems = check_script(text, "x", site)
     return [(int((p.place or "").removeprefix("x:")), p.rule) for p in problems]
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_every_planted_fault_is_found_once_with_its_line(name: str) -> None:
-    assert sorted(found((SCRIPTS / name).read_text())) == sorted(EXPECTED[name])
+    problems = found((SCRIPTS / name).read_text(), SITES.get(name))
+    assert sorted(problems) == sorted(EXPECTED[name])
 
 
 def test_every_script_has_its_expectation_and_is_bash() -> None:
@@ -196,7 +234,7 @@ WHERE = "--rdzv-endpoint=$head:$((61000 + SLURM_JOB_ID % 4000))"
         # What reaches the tasks
         (f"{HEAD}#SBATCH -c 4\nsrun -c4 python x\n", []),
         (f"{HEAD}#SBATCH -c 4\nsrun hostname\n", []),
-        (f"{HEAD}#SBATCH -c 4\nsrun hostname\nsrun python x\n", [(5, "srun-cpus")]),
+        (f"{HEAD}#SBATCH -c 4\nsrun hostname\nsrun python x\n", []),
         (f"{HEAD}#SBATCH -c 4\nSRUN_CPUS_PER_TASK=4 srun python x\n", []),
         (f"{HEAD}#SBATCH --export=NONE\nexport SLURM_EXPORT_ENV=ALL\nsrun python x\n", []),
         (f"{HEAD}#SBATCH --export=NONE\nsrun --export=ALL python x\n", []),
@@ -232,7 +270,10 @@ WHERE = "--rdzv-endpoint=$head:$((61000 + SLURM_JOB_ID % 4000))"
         (f"{TWO}{RUN} {WHERE} x.py --rdzv-id=1 --standalone --nnodes=9\n", []),
         # Steps
         (f"{HEAD}#SBATCH -N2 -n2\nset -e\n{RUN} {WHERE} x.py\n", []),
-        (f"{HEAD}#SBATCH -N2\nset -e\n{RUN} {WHERE} x.py\n", [(5, "several-torchruns")]),
+        (f"{HEAD}#SBATCH -N2\nset -e\n{RUN} {WHERE} x.py\n", []),
+        (f"{HEAD}#SBATCH -N2 -c4\nset -e\n{RUN} {WHERE} x.py\n", [(5, "several-torchruns")]),
+        (f"{HEAD}#SBATCH -N2 -n8\nset -e\n{RUN} {WHERE} x.py\n", [(3, "several-torchruns")]),
+        (f"{HEAD}#SBATCH -N2 -c4 --tasks-per-node 1\nset -e\n{RUN} {WHERE} x.py\n", []),
         (f"{HEAD}#SBATCH -N2\nset -e\n{RUN.replace('srun', 'srun -n$SLURM_NNODES')} {WHERE} x", []),
         (f"{TWO}export SLURM_WAIT=30\n{RUN} {WHERE} x.py\n", [(6, "srun-wait")]),
         (f"{TWO}{RUN.replace('srun', 'srun -W0')} {WHERE} x.py\n", []),
@@ -282,6 +323,44 @@ def test_each_rule_knows_where_it_holds(text: str, expected: list[tuple[int, str
 def test_every_rule_is_tried() -> None:
     tried = {rule for expected in EXPECTED.values() for _, rule in expected}
     assert {rule.id for rule in SCRIPT_RULES} - tried == {"dos-line-breaks"}, "see above"
+
+
+def test_the_same_port_is_told_once_and_not_of_whole_nodes() -> None:
+    text = f"export MASTER_PORT=29500\n{RUN} --rdzv-endpoint=$head:29500 x.py\n"
+    assert found(TWO + text) == [(6, "fixed-port")]
+    whole = TWO.replace("set -e", "#SBATCH --exclusive\nset -e")
+    assert found(whole + text) == []
+    gpu = f"{HEAD}#SBATCH --gpus-per-node=1\ntorchrun --nproc-per-node=1 x.py\n"
+    assert found(gpu) == [(4, "fixed-port")]
+    assert found(gpu.replace("=1", "=8")) == []
+
+
+def test_an_option_in_an_unknown_variable_is_not_missed() -> None:
+    for step in ("srun $OPTIONS torchrun", 'srun "${OPTIONS[@]}" torchrun'):
+        assert found(f"{TWO}{step} $TORCH x.py\n") == []
+    several = f"{HEAD}#SBATCH -N2 -c4\nset -e\n"
+    assert found(f"{several}srun -K $OPTIONS --ntasks-per-node=4 torchrun $TORCH x.py\n") == [
+        (5, "several-torchruns")
+    ]
+
+
+def test_srun_inherits_cpus_again_since_slurm_23_11() -> None:
+    text = f"{HEAD}#SBATCH -N2 -c4\nset -e\n{RUN} {WHERE} x.py\n"
+    for version, rule in {
+        (22, 5): "srun-cpus",
+        (23, 2): "srun-cpus",
+        (23, 11): "several-torchruns",
+        (24, 11): "several-torchruns",
+    }.items():
+        assert found(text, Site(slurm=version)) == [(5, rule)]
+
+
+def test_a_message_says_what_hides_the_value() -> None:
+    step = RUN.replace("$SLURM_JOB_ID", "'$SLURM_JOB_ID'")
+    (problem,) = check_script(f"{TWO}{step} {WHERE} x.py\n", "x")
+    assert "single quotes keep $SLURM_JOB_ID as it stands" in problem.message
+    (problem,) = check_script(f"{TWO}{RUN} x.py {WHERE}\n", "x")
+    assert "--rdzv-endpoint stands behind the script" in problem.message
 
 
 def test_a_directive_of_a_hyphen_alone_is_read_to_its_end() -> None:

@@ -185,3 +185,15 @@ def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
         # At once: a here-document has two parts per line.
         text = "".join(part.text for part in run)
         yield replace(run[0], text=text) if len(run) > 1 else run[0]
+
+
+def compounds(commands: CommandList) -> Iterator[Compound]:
+    """Yield the compound commands of a list, those of functions and inside others too."""
+    for item in commands:
+        for pipeline in item.pipelines:
+            for node in pipeline.nodes:
+                inside = node.body if isinstance(node, FunctionDefinition) else node
+                if isinstance(inside, Compound):
+                    yield inside
+                    for inner in (*inside.conditions, *inside.bodies):
+                        yield from compounds(inner)

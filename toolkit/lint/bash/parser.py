@@ -40,13 +40,31 @@ def read_script(script: str | Sequence[ast.SourceText], source: str) -> ReadScri
         raise InputError("nested too deeply to be read", place=source) from None
 
 
+def readable_lines(text: str, source: str, *, before: int) -> int:
+    """Return how many lines of a script hold whole commands, above one that cannot be read.
+
+    `before` is the line of the error, which may be inside of a command.
+    """
+    reader = _CommandReader([ast.SourceText(text, 1)], source)
+    try:
+        lines = [item.line for item in reader.commands() if item.line <= before]
+    except (InputError, RecursionError):
+        return reader.line(reader.began) - 1
+    return lines[-1] - 1 if lines else 0
+
+
 class _CommandReader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
+
+    began = 0
+    """Where the last command begins that stands in no other one."""
 
     def commands(self, *ends: str) -> ast.CommandList:
         commands: list[ast.AndOr] = []
         while True:
             self._separators()
+            if not ends:
+                self.began = self.at
             if self.done:
                 return tuple(commands)
             if (end := self._ending()) is not None:

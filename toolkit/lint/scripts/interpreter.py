@@ -11,7 +11,8 @@ from toolkit.errors import InputError
 from toolkit.job.sbatch_options import names
 from toolkit.lint.bash import ast
 from toolkit.lint.bash.parser import DECLARES, read_script
-from toolkit.lint.scripts.options import SRUN, TORCHRUN, Option, read_options
+from toolkit.lint.scripts.launchers import Launcher, launcher_of
+from toolkit.lint.scripts.options import SRUN, Option, read_options
 from toolkit.lint.scripts.values import Argument, Values
 
 
@@ -22,6 +23,8 @@ class SrunStep:
     options: dict[str, Option]
     program: tuple[Argument, ...]
     call: "Call"
+    unsure: bool = False
+    """Whether it may have more options, in a variable of unknown value."""
 
     @property
     def line(self) -> int:
@@ -31,9 +34,15 @@ class SrunStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Torchrun:
-    """A torchrun, or `python -m torch.distributed.run`."""
+    """A torchrun, `python -m torch.distributed.run`, or a launcher that does the same."""
 
+    launcher: Launcher
     options: dict[str, Option]
+    """Its options, by torchrun's names."""
+
+    unsure: bool
+    """Whether it may have more options, in a variable of unknown value or in a file."""
+
     line: int
     step: SrunStep | None
     remote: str
@@ -151,8 +160,6 @@ _CONTAINERS = {
 REMOTE = frozenset({"mpirun", "mpiexec", "ssh", "pdsh", "clush", "parallel", "pbsdsh"})
 """Programs that start others on other nodes, each in its own way."""
 
-_PYTHON = re.compile(r"python[0-9.]*")
-_RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _DEEPEST = 8
 _MOST_WORDS = 1000  # before the program that a command starts
 
@@ -320,8 +327,8 @@ class _Walker:
                 spans = [s for a in rest for s in (*a.spans, ast.SourceText(" ", a.line))]
                 return self.again(spans, around, values, call)
             elif name == "srun":
-                options, program = read_options(rest, SRUN)
-                step = SrunStep(options=options, program=program, call=call)
+                options, program, unsure = read_options(rest, SRUN)
+                step = SrunStep(options=options, program=program, call=call, unsure=unsure)
                 self.walk.steps.append(step)
                 pyxis = any(option.startswith("container") for option in options)
                 container = "srun --container-image" if pyxis else around.container
@@ -337,11 +344,14 @@ class _Walker:
                 return
             elif name in _SHELLS and (script := _of_shell(rest)) is not None:
                 return self.again(script.spans, around, values, call)
-            elif name == "torchrun" or (_PYTHON.fullmatch(name) and _runs(rest)):
-                after = rest if name == "torchrun" else rest[_runs(rest) :]
+            elif (launched := launcher_of(name, rest)) is not None:
+                launcher, after = launched
+                options, _, unsure = read_options(after, launcher.grammar)
                 self.walk.torchruns.append(
                     Torchrun(
-                        options=read_options(after, TORCHRUN)[0],
+                        launcher=launcher,
+                        options=options,
+                        unsure=unsure or "config-file" in options,
                         line=argument.line_at(0),
                         step=around.step,
                         remote=around.remote,
@@ -392,14 +402,3 @@ def _of_shell(arguments: Sequence[Argument]) -> Argument | None:
                 after = after[1:]
             return after[0] if after else None
     return None
-
-
-def _runs(arguments: Sequence[Argument]) -> int:
-    """Return where torchrun's options begin after `python`; 0 where it runs something else."""
-    for index, argument in enumerate(arguments):
-        if argument.text == "-m":
-            module = arguments[index + 1 : index + 2]
-            return index + 2 if module and module[0].text in _RUN_MODULES else 0
-        if not argument.text.startswith("-"):
-            return 0
-    return 0

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from toolkit.job.sbatch_options import ALLOWED, DECIDED, FLAGS, OPTIONAL, names
 from toolkit.lint.scripts.values import Argument, Piece
@@ -53,9 +54,13 @@ class Grammar:
     underscores: bool = False
     """Whether `_` may stand for `-`."""
 
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Older long names, and those of another program: the name by which the rules know it."""
+
     def full(self, written: str) -> str:
         """Return the long name that is meant."""
         name = written.replace("_", "-") if self.underscores else written
+        name = self.others.get(name, name)
         if name in self.names:
             return name
         candidates = [option for option in self.names if option.startswith(name)]
@@ -72,6 +77,7 @@ _BOTH = """
     m=distribution N=nodes n=ntasks o=output O=overcommit p=partition Q=quiet q=qos S=core-spec
     s=oversubscribe t=time v=verbose V=version w=nodelist x=exclude
 """
+_OLD = {"tasks-per-node": "ntasks-per-node"}
 _QUERIES = frozenset({"help", "ignore-pbs", "quiet", "usage", "verbose", "version"})
 
 SBATCH = Grammar(
@@ -79,6 +85,7 @@ SBATCH = Grammar(
     flags=FLAGS | _QUERIES | {"no-requeue", "requeue", "test-only", "wait"},
     optional=OPTIONAL | {"parsable"},
     names=ALLOWED | DECIDED.keys(),
+    others=_OLD,
 )
 """sbatch(1)."""
 
@@ -109,25 +116,56 @@ SRUN = Grammar(
     names=(ALLOWED | DECIDED.keys() | _SRUN_FLAGS | PYXIS)
     | {"bcast", "compress", "cpu-bind", "het-group", "immediate", "jobid", "kill-on-bad-exit"}
     | {"mpi", "pty", "relative", "send-libs", "slurmd-debug", "threads", "wait"},
+    others=_OLD,
 )
 """srun(1)."""
 
+_TORCHRUN_FLAGS = frozenset({"module", "no-python", "run-path", "standalone", "virtual-local-rank"})
 TORCHRUN = Grammar(
     short={"m": "module", "r": "redirects", "t": "tee"},
-    flags=frozenset({"module", "no-python", "run-path", "standalone", "virtual-local-rank"}),
+    flags=_TORCHRUN_FLAGS,
+    names=_TORCHRUN_FLAGS
+    | names("""
+    event-log-handler local-addr local-ranks-filter log-dir logs-specs master-addr master-port
+    max-restarts monitor-interval nnodes node-rank nproc-per-node rdzv-backend rdzv-conf
+    rdzv-endpoint rdzv-id redirects role shutdown-timeout signals-to-handle start-method tee
+"""),
     underscores=True,
 )
 """torch.distributed.run."""
 
 
-def read_options(
-    arguments: Sequence[Argument], grammar: Grammar
-) -> tuple[dict[str, Option], tuple[Argument, ...]]:
-    """Return the options at the beginning by their long names, and what follows them."""
+class CommandLine(NamedTuple):
+    """The options at the beginning of a command line, and the rest."""
+
+    options: dict[str, Option]
+    """By their long names."""
+
+    rest: tuple[Argument, ...]
+    """What follows them."""
+
+    unsure: bool = False
+    """Whether a word of unknown value stands among them, which may hold more options."""
+
+
+def read_options(arguments: Sequence[Argument], grammar: Grammar) -> CommandLine:
+    """Read the options at the beginning of a command line.
+
+    A word of unknown value holds options if an option of this program follows; else, if a program
+    follows, it may do so.
+    """
     options: dict[str, Option] = {}
-    at = 0
+    at, unsure = 0, False
     while at < len(arguments):
         argument = arguments[at]
+        if _unknown(argument):
+            after = arguments[at + 1] if at + 1 < len(arguments) else None
+            options_follow = after and (_unknown(after) or _belongs(after, grammar))
+            if not options_follow:  # it is the program, or options that end with it
+                unsure = unsure or (after is not None and not after.text.startswith("-"))
+                break
+            at, unsure = at + 1, True
+            continue
         if not argument.text.startswith("-") or argument.text == "-":
             break
         at += 1
@@ -138,7 +176,21 @@ def read_options(
                 value = arguments[at] if at < len(arguments) else None
                 at += 1
             options[name] = Option(name=name, value=value, line=argument.line_at(0))
-    return options, tuple(arguments[at:])
+    return CommandLine(options, tuple(arguments[at:]), unsure)
+
+
+def _unknown(argument: Argument) -> bool:
+    """Whether nothing of a word is known, nor whether it is one word."""
+    pieces = [piece for piece in argument.pieces if piece.text]
+    return bool(pieces) and all(
+        not piece.known and (not piece.quoted or piece.name.endswith("[@]")) for piece in pieces
+    )
+
+
+def _belongs(argument: Argument, grammar: Grammar) -> bool:
+    """Whether a word is a long option that a program knows."""
+    written = argument.text[2:].partition("=")[0] if argument.text.startswith("--") else ""
+    return bool(written) and grammar.full(written) in grammar.names
 
 
 def _read_one(argument: Argument, grammar: Grammar) -> Iterator[tuple[str, Argument | None]]:
@@ -198,7 +250,7 @@ def read_directives(text: str, hidden: range | None = None) -> Iterator[Directiv
             stray: list[str] = []
             while words:
                 if words[0].text.startswith("-") and words[0].text != "-":
-                    options, words = read_options(words, SBATCH)
+                    options, words, _ = read_options(words, SBATCH)
                     collected += options.values()
                 else:
                     stray.append(words[0].text)

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import PurePath
 
 from toolkit.job.sbatch_options import names
-from toolkit.lint.bash.ast import CommandList, SourceText
+from toolkit.lint.bash.ast import CommandList, SimpleCommand, SourceText
 from toolkit.lint.bash.parser import read_script
-from toolkit.lint.scripts.interpreter import Setting, SrunStep, Torchrun, Walk, walk
+from toolkit.lint.scripts.interpreter import Call, Setting, SrunStep, Torchrun, Walk, walk
 from toolkit.lint.scripts.options import Directive, Option, read_directives
 from toolkit.text.quantities import whole_number
 
@@ -24,6 +24,20 @@ _SHELL = re.compile(r"#!\s*(/usr/bin/env\s+(-S\s*)?)?\S*\b(bash|sh|dash|zsh|ksh)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Site:
+    """What is known of the site that a script is for."""
+
+    slurm: tuple[int, int] | None = None
+    """Slurm's version, like `(23, 2)`; None if it is unknown."""
+
+    plugin_options: frozenset[str] = frozenset()
+    """The options of sbatch that plug-ins of the site add, by their long names."""
+
+
+_ANY = Site()
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchScript:
     """A script, read."""
 
@@ -35,6 +49,8 @@ class BatchScript:
     walk: Walk
     rendered: bool
     """Whether the toolkit has rendered it, so that omissions are decisions of the job file."""
+
+    site: Site
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -65,6 +81,14 @@ class BatchScript:
         tasks, each = count(self.value("ntasks")), count(self.value("ntasks-per-node"))
         return bool(tasks and each and tasks > each)
 
+    @cached_property
+    def whole_nodes(self) -> bool:
+        """Whether no other job is on its nodes."""
+        exclusive = self.options.get("exclusive")
+        return (exclusive is not None and exclusive.text in ("", "exclusive")) or (
+            self.value("mem") == "0"
+        )
+
     def several(self, torchrun: Torchrun) -> bool:
         """Whether a torchrun is one of several nodes'."""
         own = torchrun.step.options.get("nodes") if torchrun.step else None
@@ -75,17 +99,49 @@ class BatchScript:
         """Whether a torchrun starts on the first node only, though the job has more."""
         return torchrun.step is None and not torchrun.remote and self.several_nodes
 
+    def several_tasks(self, step: SrunStep) -> bool:
+        """Whether a step starts more than one task, as far as the script shows."""
+
+        def number(name: str) -> int | None:
+            own = step.options.get(name)
+            return own.number if own else count(self.value(name))
+
+        tasks, each, nodes = (number(name) for name in ("ntasks", "ntasks-per-node", "nodes"))
+        if tasks is None and "ntasks" in step.options:
+            return self.several_nodes  # a number that is unknown
+        return (tasks or (each or 1) * (nodes or 1)) > 1
+
     @cached_property
     def training(self) -> list[SrunStep]:
         """The steps that do the work; not those of a tool."""
+        inside: dict[int, list[str]] = {}
+        for call in self.walk.calls:
+            if call.step is not None and call.on_nodes:
+                inside.setdefault(id(call.step), []).append(call.name)
         steps = []
         for step in self.walk.steps:
             words = [argument.text for argument in step.program]
             while words and (words[0] in ("env", "exec", "time") or "=" in words[0]):
                 words.pop(0)
-            if words and PurePath(words[0]).name not in TOOLS:
+            commands = inside.get(id(step), [PurePath(words[0]).name] if words else [])
+            stops = words[:2] == ["ray", "stop"]
+            if not stops and any(name not in TOOLS for name in commands):
                 steps.append(step)
         return steps
+
+    @cached_property
+    def python(self) -> list[Call]:
+        """The calls of Python that the batch script itself makes, on its one node."""
+        programs = []
+        for call in self.walk.calls:
+            own = call.level == "batch" and not (call.captured or call.parent or call.container)
+            words = call.words
+            while words and (words[0] in ("env", "exec", "time") or "=" in words[0]):
+                words.pop(0)
+            script = any(word.endswith(".py") for word in words[1:])
+            if own and script and re.fullmatch(r"(\S*/)?python[0-9.]*", words[0]):
+                programs.append(call)
+        return programs
 
     @cached_property
     def starts(self) -> list[SrunStep]:
@@ -103,7 +159,7 @@ class BatchScript:
         return any(one.exported or one.prefix or exported for one in self.settings(name))
 
 
-def read_batch_script(text: str, source: str) -> BatchScript:
+def read_batch_script(text: str, source: str, site: Site = _ANY) -> BatchScript:
     """Read a batch script.
 
     Raises:
@@ -116,7 +172,9 @@ def read_batch_script(text: str, source: str) -> BatchScript:
         read = read_script(text.replace("\r\n", "\n"), source)
         commands, comments = read.commands, read.comments
     # A script may carry others below its end, and write them to files.
-    others = [c.line for c in comments if c.line > 1 and c.text.startswith("#!")]
+    rendered = any("rendered by torch-deploy-toolkit" in c.text for c in comments[:3])
+    heads = [c for c in comments if c.line > 1 and c.text.startswith("#!/")]
+    others = [c.line for c in heads if rendered or _ended(commands, c.line)]
     end = others[0] if others else text.count("\n") + 2
     commands = tuple(item for item in commands if item.line < end)
     comments = tuple(comment for comment in comments if comment.line < end)
@@ -134,8 +192,16 @@ def read_batch_script(text: str, source: str) -> BatchScript:
         comments=comments,
         commands=commands,
         walk=walk(commands, source, errexit=errexit),
-        rendered=any("rendered by torch-deploy-toolkit" in c.text for c in comments[:3]),
+        rendered=rendered,
+        site=site,
     )
+
+
+def _ended(commands: CommandList, line: int) -> bool:
+    """Whether the script is over above a line."""
+    nodes = (item.pipelines[-1].nodes[-1] for item in commands if item.line < line)
+    names = (node.name for node in nodes if isinstance(node, SimpleCommand))
+    return any(name in ("exit", "exec") for name in names)
 
 
 def count(text: str | None) -> int | None:

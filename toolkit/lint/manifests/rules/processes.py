@@ -1,5 +1,6 @@
 """Rules about a container's process: SIGTERM, exit statuses, deadlines, variables, `$(NAME)`."""
 
+import base64
 import re
 from collections.abc import Iterator
 
@@ -124,22 +125,37 @@ _SPECIAL = re.compile(
 def _secrets(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         for name, entry in container.env.items():
-            if kind := secret_scan.kind_of(entry.text("value"), name=name):
+            if kind := _kind(entry.text("value"), name):
                 yield Violation(entry.at("value"), f"what looks like {kind} stands in env")
         for key in ("command", "args"):
             words = container.view.at(key)
-            for index, kind in secret_scan.kinds_of_words([item.text() for item in words.items()]):
+            texts = [item.text() for item in words.items()]
+            for index, kind in secret_scan.kinds_of_words(texts):
+                if secret_scan.is_placeholder(texts[index].partition("=")[2] or texts[index]):
+                    continue
                 yield Violation(words.at(index), f"what looks like {kind} stands in {key}")
     for manifest in stream.of("ConfigMap"):
         for key, entry in manifest.view.at("data").entries():
-            if kind := secret_scan.kind_of(entry.text(), name=key):
+            if kind := _kind(entry.text(), key):
                 yield Violation(entry, f"what looks like {kind} stands in a ConfigMap")
     for manifest in stream.of("Secret"):
         for where in ("data", "stringData"):
             for key, entry in manifest.view.at(where).entries():
-                if not _PLACEHOLDER.fullmatch(entry.text()):
+                text = _decoded(entry.text()) if where == "data" else entry.text()
+                if not (_PLACEHOLDER.fullmatch(text) or secret_scan.is_placeholder(text)):
                     yield Violation(entry, f"the value of {key!r} stands in a Secret's file")
                     break
+
+
+def _kind(value: str, name: str) -> str | None:
+    return None if secret_scan.is_placeholder(value) else secret_scan.kind_of(value, name=name)
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except ValueError:
+        return text
 
 
 @MANIFESTS.rule(

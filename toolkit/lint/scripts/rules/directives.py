@@ -49,16 +49,24 @@ def _late(script: BatchScript) -> Iterator[Violation[int]]:
             yield Violation(directive.line, what)
 
 
+_TYPO = 0.8
+"""How similar an option must be to be a mistyped one (a ratio of difflib)."""
+
+
 @SCRIPTS.rule(
     "directive-unknown",
     finds="an option that sbatch does not have, or a word that is none",
-    reason="sbatch refuses the script, or another version of it does.",
+    reason="sbatch refuses the script, or another version of it does; options of a plug-in (SPANK) "
+    "are taken where the site has it, as `plugin_options` of a profile or `--server` tell.",
     fix="write its name as in sbatch(1)",
 )
 def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
+    known = SBATCH.names | PYXIS | script.site.plugin_options
     for directive in script.directives:
         for option in directive.options:
-            if option.name in SBATCH.names | PYXIS:
+            if option.name in known:
+                if option.name in script.site.plugin_options:
+                    continue  # only the plug-in knows whether it takes a value
                 if option.value is None and option.name not in SBATCH.flags | SBATCH.optional:
                     yield Violation(
                         directive.line,
@@ -67,8 +75,14 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
                     )
                 continue
             plain = option.name.replace("_", "-")
-            meant = nearest(f"--{plain}", sorted(f"--{name}" for name in SBATCH.names))
-            way_out = f"did you mean {meant!r}?" if meant else "write its name as in sbatch(1)"
+            names = sorted(f"--{name}" for name in SBATCH.names)
+            meant = nearest(f"--{plain}", names, cutoff=_TYPO)
+            way_out = f"did you mean {meant!r}?" if meant else None
+            if way_out is None and len(option.name) > 1:
+                way_out = (
+                    "is it an option of a plug-in of the site? `--server` asks it, and a profile "
+                    f"allows it: plugin_options: [{option.name}]"
+                )
             dashes = "--" if len(option.name) > 1 else "-"
             what = f"sbatch has no option {dashes}{option.name}"
             yield Violation(directive.line, what, fix=way_out)
@@ -119,9 +133,15 @@ def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _time(script: BatchScript) -> Iterator[Violation[int]]:
     # A job file may leave it out; `check --server` compares that with the partition.
-    if "time" not in script.options and not script.rendered:
+    if "time" not in script.options and not script.rendered and not _submits_only(script):
         lines = [directive.line for directive in script.directives if not directive.late]
         yield Violation(lines[-1] if lines else 1, "the job names no time limit")
+
+
+def _submits_only(script: BatchScript) -> bool:
+    """Whether a script is no job itself, and submits another one."""
+    submits = any(call.name == "sbatch" for call in script.walk.calls)
+    return submits and not script.directives
 
 
 @SCRIPTS.rule(
@@ -145,13 +165,13 @@ def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "gpus-per-task-typed",
-    finds="`--gpus-per-task` with a type of GPU",
-    reason="Slurm 22.05 leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs.",
+    finds="with a site of Slurm 22.05: `--gpus-per-task` with a type of GPU",
+    reason="This version leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs.",
     fix="use --gres=gpu:TYPE:N or --gpus-per-node=TYPE:N",
 )
 def _typed(script: BatchScript) -> Iterator[Violation[int]]:
     option = script.options.get("gpus-per-task")
-    if option is not None and ":" in option.text:
+    if option is not None and ":" in option.text and script.site.slurm == (22, 5):
         what = f"--gpus-per-task={option.text} names a type of GPU, and Slurm 22.05 then hides none"
         yield Violation(option.line, what)
 
@@ -219,20 +239,58 @@ def _none(script: BatchScript) -> Iterator[Violation[int]]:
 def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
     lines: dict[int, str] = {}
     for number, row in enumerate(script.text.splitlines(), start=1):
-        if kind := secret_scan.kind_of(row):
+        words = row.split() if _FILLED in row.lower() else []
+        shown = " ".join(word for word in words if _FILLED not in word.lower())
+        if kind := secret_scan.kind_of(shown if words else row):
             lines.setdefault(number, kind)
+    for comment in script.comments:
+        for name, value in _WRITTEN.findall(comment.text):
+            if (kind := _kind(value, name)) and re.search(r"[0-9]", value):
+                lines.setdefault(comment.line, kind)
     for setting in script.walk.settings:
-        if kind := secret_scan.kind_of(setting.value.text, name=setting.name):
+        if kind := _kind(setting.value.text, setting.name):
             lines.setdefault(setting.line, kind)
     for call in script.walk.calls:
         if call.name in QUIET:
             continue
         for index, kind in secret_scan.kinds_of_words(call.words):
+            if secret_scan.is_placeholder(call.words[index].partition("=")[2] or call.words[index]):
+                continue
             lines.setdefault(call.arguments[index].line_at(0), kind)
     for option in _exports(script):
         for item in option.text.split(","):
             name, _, value = item.partition("=")
-            if kind := secret_scan.kind_of(value, name=name):
+            if kind := _kind(value, name):
                 lines.setdefault(option.line, kind)
     for line, kind in sorted(lines.items()):
         yield Violation(line, f"what looks like {kind} stands in the script")
+
+
+@SCRIPTS.rule(
+    "secret-printed",
+    finds="all variables printed into the log, a token, key or password among them",
+    reason="A log is read by more people than a script, and is kept longer.",
+    fix="leave it out, or print what you look for: env | grep ^SLURM",
+)
+def _printed(script: BatchScript) -> Iterator[Violation[int]]:
+    exported = [
+        setting.name
+        for setting in script.walk.settings
+        if (setting.exported or setting.name in script.walk.exported)
+        and secret_scan.is_telling(setting.name)
+    ]
+    for call in script.walk.calls if exported else ():
+        kept = call.captured or call.piped_to is not None or call.node.redirections
+        if call.words in (["printenv"], ["env"], ["export"]) and not (
+            kept or call.node.assignments
+        ):
+            yield Violation(call.line, f"{call.name} prints {exported[0]} into the log")
+
+
+_FILLED = "xxxxxxxx"  # hf_xxxxxxxxxxxxxxxx, a token's shape without a token
+_WRITTEN = re.compile(r"\b([A-Za-z][\w-]{0,40})[=:] ?[\"']?([^\s\"']{6,200})")
+"""What a comment gives as the value of a name."""
+
+
+def _kind(value: str, name: str) -> str | None:
+    return None if secret_scan.is_placeholder(value) else secret_scan.kind_of(value, name=name)

@@ -30,6 +30,8 @@ def _masked(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         if run.step is None and not run.call.captured:
             work[id(run.call.node)] = run.call
+    if not work and script.directives and script.python:
+        work[id(script.python[-1].node)] = script.python[-1]  # those above prepare it
     batch = ((key, call) for key, call in work.items() if call.level == "batch")
     work = dict(islice(batch, _MOST_WORK))
     yield from _Flow(script, work).violations(script.commands, ends=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from toolkit.lint.rulebook import SCRIPTS, Violation
 from toolkit.lint.scripts.interpreter import Torchrun
+from toolkit.lint.scripts.launchers import WITH_RDZV_ID
 from toolkit.lint.scripts.options import Option
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.lint.scripts.values import Argument
@@ -41,29 +42,67 @@ def _backend(script: BatchScript, run: Torchrun) -> str:
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
 )
 def _port(script: BatchScript) -> Iterator[Violation[int]]:
+    if script.whole_nodes:
+        return
     values = [setting.value for setting in script.settings(*_PORTS)]
-    lines: dict[int, str] = {}
+    lines: dict[int, tuple[str, str | None]] = {}
     for run in script.walk.torchruns:
         if "standalone" in run.options:
             continue
+        default, program = _DEFAULT_PORTS.get(_backend(script, run), 29400), run.launcher.name
+        shown = f"{default} ({program}'s default, as no port is given)"
         if (option := _option(script, run, "master-port")) is not None:
             values += [option.value] if option.value else []
             continue
         endpoint = _option(script, run, "rdzv-endpoint")
         if endpoint is None and _option(script, run, "master-addr") is None:
+            if program in _MEET_ALONE and not values and _shares_its_node(script, run):
+                fix = "write --standalone" if program == "torchrun" else None
+                lines.setdefault(run.line, (shown, fix and f"{fix}, which takes a free one"))
             continue
         port = _port_of(endpoint.value) if endpoint and endpoint.value else ""
         if isinstance(port, Argument):
             values.append(port)
-        elif port is not None and script.several(run):
-            default = _DEFAULT_PORTS.get(_backend(script, run), 29400)
+        elif port is not None and script.several(run) and not run.unsure:
             where = endpoint.line if endpoint is not None else run.line
-            lines.setdefault(where, f"{default} (torchrun's default, as no port is given)")
+            lines.setdefault(where, (shown, None))
     for value in values:
         if value.number is not None:
-            lines.setdefault(value.line_at(0), value.text)
-    for line, port in sorted(lines.items()):
-        yield Violation(line, f"the port {port} is the same for every job on the node")
+            lines.setdefault(value.line_at(0), (value.text, None))
+    ports: set[str] = set()
+    for line, (port, fix) in sorted(lines.items()):
+        if port not in ports:  # a port that is assigned and written again is one fault
+            yield Violation(line, f"the port {port} is the same for every job on the node", fix=fix)
+        ports.add(port)
+
+
+_MEET_ALONE = ("torchrun", "accelerate launch", "deepspeed")
+"""Launchers that take a fixed port on a single node, too."""
+
+_PART_OF_NODE = 4  # GPUs; nodes with fewer are rare
+
+
+def _shares_its_node(script: BatchScript, run: Torchrun) -> bool:
+    """Whether a torchrun on one node has, as far as the script shows, a part of it only."""
+    _, gpus = _gpus_per_node(script)
+    few = gpus is not None and 0 < gpus < _PART_OF_NODE
+    return few and not script.several(run) and not run.unsure and not run.remote
+
+
+@SCRIPTS.rule(
+    "port-random",
+    finds="a port that is $RANDOM alone",
+    reason="RANDOM is a number from 0 to 32767: below 1024 only root may listen, and two jobs may "
+    "draw the same.",
+    fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
+)
+def _random(script: BatchScript) -> Iterator[Violation[int]]:
+    values = [setting.value for setting in script.settings(*_PORTS)]
+    for run in script.walk.torchruns:
+        option = _option(script, run, "master-port")
+        values += [option.value] if option and option.value else []
+    for line in sorted({v.line_at(0) for v in values if [p.name for p in v.pieces] == ["RANDOM"]}):
+        yield Violation(line, "a port from $RANDOM may be below 1024, where only root may listen")
 
 
 def _port_of(endpoint: Argument) -> Argument | str | None:
@@ -74,6 +113,10 @@ def _port_of(endpoint: Argument) -> Argument | str | None:
     names = [piece.name.upper() for piece in endpoint.pieces if not piece.known]
     may_hold_a_port = not all(names) or any("ENDPOINT" in name for name in names)
     return None if may_hold_a_port or len(endpoint.pieces) != 1 else ""
+
+
+_ENDPOINT = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)\b")
+_TOLD_WHERE = ("torchrun", "accelerate launch", "tune run", "dlrover-run")
 
 
 @SCRIPTS.rule(
@@ -97,7 +140,13 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
         if alone:
             lines.setdefault(alone.line, "--standalone makes every node a job of its own")
         elif endpoint is None:
-            lines.setdefault(run.line, "torchrun is given no endpoint and takes localhost")
+            if run.unsure or run.launcher.name not in _TOLD_WHERE:
+                continue
+            what = f"{run.launcher.name} is given no endpoint and takes localhost"
+            if word := next((w for w in run.call.words if _ENDPOINT.match(w)), None):
+                name = word.partition("=")[0]
+                what = f"{name} stands behind the script, which gets it: {what}"
+            lines.setdefault(run.line, what)
         elif endpoint.value:
             values.append(endpoint.value)
     used = {piece.name for value in values for piece in value.pieces}
@@ -121,9 +170,17 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _address(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
-        if not call.captured or call.on_nodes or call.name != "hostname":
+        words = call.words[1:]
+        if call.name == "ssh" and "hostname" in words:
+            words = words[words.index("hostname") + 1 :]
+        elif call.name == "ssh":  # ssh NODE 'hostname -I'
+            text = words[-1] if words else ""
+            words = text.split()[1:] if text.startswith("hostname ") else []
+        elif call.name != "hostname":
+            continue
+        if not call.captured or call.on_nodes:
             continue  # each node may have its own
-        for word in call.words[1:]:
+        for word in words:
             if word in ("-i", "-I", "--ip-address", "--all-ip-addresses"):
                 what = f"hostname {word} may give a loopback address, or one of another network"
                 yield Violation(call.line, what)
@@ -159,12 +216,16 @@ def _id(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
         if _backend(script, run) != "c10d" or "standalone" in run.options:
             continue
+        if run.launcher.name not in WITH_RDZV_ID:
+            continue
         rdzv_id = _option(script, run, "rdzv-id")
         if rdzv_id is None or rdzv_id.value is None:
-            if script.several(run):
+            if script.several(run) and not run.unsure:
                 yield Violation(run.line, "c10d without --rdzv-id: every job has the same")
         elif rdzv_id.value.known:
             what = f"the rendezvous id {rdzv_id.text!r} is the same for every job"
+            if "$" in rdzv_id.text:
+                what = f"single quotes keep {rdzv_id.text} as it stands: {what}"
             yield Violation(rdzv_id.value_line, what)
         elif run.call.on_nodes:
             for piece in rdzv_id.value.pieces:
@@ -191,17 +252,97 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
         if _backend(script, run) != "static":
             continue
         rank = _option(script, run, "node-rank")
+        flag = run.launcher.flag("node-rank")
         if rank is None or rank.value is None:
-            if _option(script, run, "rdzv-endpoint", "master-addr") is not None:
-                yield Violation(run.line, "every node is node 0: --node-rank is missing")
+            told = _option(script, run, "rdzv-endpoint", "master-addr") is not None
+            if told and not run.unsure and run.launcher.name in _TOLD_WHERE:
+                yield Violation(run.line, f"every node is node 0: {flag} is missing")
         elif rank.number is not None:
-            what = f"--node-rank={rank.text} is the same on every node"
+            what = f"{flag}={rank.text} is the same on every node"
             yield Violation(rank.value_line, what)
         else:
             for piece in rank.value.pieces:
                 if piece.name in _RANKS and (piece.outer or not run.call.on_nodes):
                     what = f"${piece.name} is expanded by the batch script, where it is 0: "
                     yield Violation(piece.line, f"{what}every node is node 0")
+
+
+@SCRIPTS.rule(
+    "rank-in-batch-script",
+    finds="RANK, LOCAL_RANK or NODE_RANK exported from $SLURM_PROCID … in the batch script",
+    reason="The batch script is one process, whose numbers are 0: every task of srun inherits "
+    "rank 0.",
+    fix="let every task set it: srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "
+    "python …'",
+)
+def _ranks(script: BatchScript) -> Iterator[Violation[int]]:
+    if not (script.directives and any(map(script.several_tasks, script.training))):
+        return
+    names = ["RANK", "LOCAL_RANK", *([] if script.walk.torchruns else ["NODE_RANK"])]
+    for setting in script.settings(*names):
+        call = setting.call
+        own = call.level == "batch" and not (call.function or call.on_nodes or setting.prefix)
+        exported = setting.exported or setting.name in script.walk.exported
+        for piece in setting.value.pieces:
+            if own and exported and not piece.known and piece.name in _RANKS:
+                what = (
+                    f"${piece.name} is 0 in the batch script, so {setting.name} is 0 in all tasks"
+                )
+                yield Violation(setting.line, what)
+                break
+
+
+@SCRIPTS.rule(
+    "world-size-mismatch",
+    finds="a WORLD_SIZE that is not the number of tasks of the job",
+    reason="With more, the ranks wait for others that never come; with fewer, some ranks fail.",
+    fix="write export WORLD_SIZE=$SLURM_NTASKS",
+)
+def _world_size(script: BatchScript) -> Iterator[Violation[int]]:
+    if script.walk.torchruns or len(script.training) != 1 or not script.directives:
+        return
+    (step,) = script.training
+    each = step.options.get("ntasks-per-node") or script.options.get("ntasks-per-node")
+    tasks = step.options.get("ntasks") or script.options.get("ntasks")
+    number = tasks.number if tasks else None
+    if tasks is None and each is not None and each.number and script.nodes:
+        own = step.options.get("nodes")
+        nodes = own.number if own else script.nodes
+        number = (
+            nodes * each.number if nodes and script.value("nodes") == str(script.nodes) else None
+        )
+    for setting in script.settings("WORLD_SIZE"):
+        size = setting.value.number
+        if number is not None and size is not None and size != number:
+            what = f"WORLD_SIZE={size}, and the job has {number} tasks"
+            yield Violation(setting.value.line_at(0), what)
+
+
+@SCRIPTS.rule(
+    "nodes-in-one-element",
+    finds='a list of nodes in quotes, put into an array: nodes=("$list")',
+    reason="Quotes keep it one element, with a line break after each name: the first element is "
+    "all nodes, and no address.",
+    fix="leave the quotes out, or read it: mapfile -t nodes < <(scontrol show hostnames "
+    '"$SLURM_JOB_NODELIST")',
+)
+def _one_element(script: BatchScript) -> Iterator[Violation[int]]:
+    lists = {
+        (id(setting.call.node), setting.name)
+        for setting in script.walk.settings
+        if "hostnames" in setting.value.text
+    }
+    nodes = {id(setting.call.node): setting.call.node for setting in script.walk.settings}
+    for node in nodes.values() if lists else ():
+        for assignment in node.assignments:
+            if len(assignment.items or ()) != 1 or (id(node), assignment.name) not in lists:
+                continue
+            (item,) = assignment.items or ()
+            parts = [part for part in item.parts if part.kind != "text" or part.text]
+            one = len(parts) == 1 and parts[0].quoted and parts[0].kind != "text"
+            if one and not parts[0].text.endswith("[@]"):
+                what = f"the quotes make {assignment.name} an array of one element, which holds all"
+                yield Violation(assignment.line, f"{what} nodes")
 
 
 @SCRIPTS.rule(
@@ -222,7 +363,7 @@ def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
         job, torchrun = _range(written), _range(nnodes.text)
         if job and torchrun and (torchrun[0] > job[1] or torchrun[1] < job[0]):
             where = "srun" if own else "#SBATCH"
-            what = f"--nnodes={nnodes.text}, and {where} asks for {written}"
+            what = f"{run.launcher.flag('nnodes')}={nnodes.text}, and {where} asks for {written}"
             yield Violation(nnodes.value_line, what)
 
 
@@ -243,12 +384,35 @@ def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
         return
     for run in script.walk.torchruns:
         workers = _option(script, run, "nproc-per-node")
-        if workers is None and gpus > 1:
+        if run.launcher.name not in WITH_RDZV_ID:
+            continue
+        if workers is None and gpus > 1 and not run.unsure:
             what = f"torchrun starts one worker per node, and {option} asks for {gpus} GPUs"
             yield Violation(run.line, what)
         elif workers and workers.number is not None and workers.number != gpus:
             what = f"--nproc-per-node={workers.number}, and {option} asks for {gpus} GPUs per node"
             yield Violation(workers.value_line, what)
+
+
+@SCRIPTS.rule(
+    "ntasks-exceed-gpus",
+    finds="more tasks per node than GPUs, each of which is a rank of the training",
+    reason="Two ranks would share a GPU, which NCCL refuses.",
+    fix="make --ntasks-per-node the number of the node's GPUs",
+)
+def _tasks(script: BatchScript) -> Iterator[Violation[int]]:
+    request, gpus = _gpus_per_node(script)
+    if not gpus or script.rendered or next(script.settings("MASTER_ADDR"), None) is None:
+        return
+    starts = {id(step) for step in script.starts}
+    for step in script.training:
+        each = step.options.get("ntasks-per-node") or script.options.get("ntasks-per-node")
+        number = each.number if each else None
+        # Two tasks per GPU may be meant; NCCL's ranks are as many as GPUs.
+        if each and number and number > gpus and id(step) not in starts:
+            what = f"--ntasks-per-node={number}, and {request} asks for {gpus} GPUs per node"
+            yield Violation(each.line, what)
+            return
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:

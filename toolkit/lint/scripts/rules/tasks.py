@@ -1,60 +1,83 @@
 """Rules about srun: the number of torchruns, and the effect of one failure on the others."""
 
+import re
 from collections.abc import Iterator
 
+from toolkit.job.sbatch_options import names
+from toolkit.lint.bash.ast import compounds
 from toolkit.lint.rulebook import SCRIPTS, Violation
-from toolkit.lint.scripts.interpreter import SrunStep
-from toolkit.lint.scripts.script import BatchScript, count
+from toolkit.lint.scripts.interpreter import QUIET, SrunStep
+from toolkit.lint.scripts.launchers import AGENTS
+from toolkit.lint.scripts.script import TOOLS, BatchScript, count
 
 EXIT_BARRIER_S = 300
 """How long torchruns wait for each other at the end (torch, elastic agent, exit barrier)."""
 
 _NAMES_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "cores-per-socket"}
+_PYTHON = re.compile(r"(\S*/)?python[0-9.]*")
 _ALL_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+
+_WITHOUT_CPUS = ((22, 5), (23, 2))
+"""The versions of Slurm whose srun does not inherit `--cpus-per-task` (source; 22.05 tried)."""
 
 
 @SCRIPTS.rule(
     "srun-cpus",
-    finds="an srun that relies on `--cpus-per-task` of sbatch",
-    reason="Since Slurm 22.05 srun does not inherit it: each task counts one CPU, and is bound to "
-    "it where the site binds tasks.",
-    fix="add export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK above, or give srun --cpus-per-task",
+    finds="with a site of Slurm 22.05 or 23.02: an srun that relies on `--cpus-per-task` of sbatch",
+    reason="In these two versions srun does not inherit it: each task counts one CPU, and is bound "
+    "to it where the site binds tasks.",
+    fix="add export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK above, and give srun a number of tasks "
+    "(--ntasks-per-node): else it starts as many as fit",
 )
 def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
-    cpus = script.value("cpus-per-task")
-    if cpus in (None, "1") or script.exports("SRUN_CPUS_PER_TASK"):
+    cpus, slurm = script.value("cpus-per-task"), script.site.slurm
+    if slurm not in _WITHOUT_CPUS or cpus in (None, "1") or script.exports("SRUN_CPUS_PER_TASK"):
         return
     for step in script.training:
-        if not _NAMES_CPUS & step.options.keys():
-            what = f"srun does not inherit --cpus-per-task={cpus} since Slurm 22.05; "
-            yield Violation(step.line, f"{what}its tasks count one CPU each")
+        bind = step.options.get("cpu-bind")
+        free = bind is not None and any(word in bind.text for word in ("none", "mask", "map"))
+        aside = step.call.captured or "overlap" in step.options or step.unsure
+        if not (free or aside or _NAMES_CPUS & step.options.keys()):
+            what = f"srun of Slurm {slurm[0]}.{slurm[1]:02} does not inherit --cpus-per-task={cpus}"
+            yield Violation(step.line, f"{what}; its tasks count one CPU each")
             return
 
 
 @SCRIPTS.rule(
     "several-torchruns",
     finds="a step that may start several torchruns on a node",
-    reason="Each of them starts workers for all GPUs of the node; and without --ntasks-per-node "
-    "srun fills the CPUs of a node with as many tasks as fit.",
+    reason="Each of them starts workers for all GPUs of the node. Where srun has --cpus-per-task "
+    "and no number of tasks, it starts as many tasks as the node has CPUs for; since Slurm 23.11 "
+    "it has that of sbatch.",
     fix="give srun --ntasks-per-node=1; torchrun itself starts a worker per GPU",
 )
 def _several(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.starts:
         own = step.options.get("ntasks-per-node")
         option = own or script.options.get("ntasks-per-node")
-        if own is None and _one_per_node(script, step):
+        tasks = step.options.get("ntasks") or script.options.get("ntasks")
+        if (own is None and _one_per_node(script, step)) or (own is None and step.unsure):
             continue
-        if option is None:
+        if option is not None:
+            if count(option.text) not in (None, 1):
+                yield Violation(
+                    option.line,
+                    f"--ntasks-per-node={option.text} starts {option.text} torchruns on each node",
+                    fix="write --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
+                )
+        elif tasks is not None and tasks.number is not None:
+            nodes = (step.options.get("nodes") or script.options.get("nodes")) or None
+            where = f"{nodes.text} nodes" if nodes and nodes.text not in ("", "1") else "one node"
+            yield Violation(
+                tasks.line, f"--ntasks={tasks.text} on {where} starts several torchruns"
+            )
+        elif tasks is None and (cpus := _cpus_of(script, step)):
             yield Violation(
                 step.line,
-                "nothing says that this srun starts one torchrun per node",
+                f"srun has {cpus} and no number of tasks, so it starts as many torchruns per node "
+                "as the node has CPUs for",
                 fix="give srun --ntasks-per-node=1",
-            )
-        elif count(option.text) not in (None, 1):
-            yield Violation(
-                option.line,
-                f"--ntasks-per-node={option.text} starts {option.text} torchruns on each node",
-                fix="write --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
             )
 
 
@@ -69,13 +92,33 @@ def _one_per_node(script: BatchScript, step: SrunStep) -> bool:
         same = nodes is not None and nodes.value is not None and nodes.text == tasks.text
         return same or any(piece.name in _ALL_NODES for piece in tasks.value.pieces)
     most = count(nodes.text) if nodes and nodes.value else script.nodes
-    return tasks.number is not None and tasks.number == (most or 1)
+    # A number of nodes that is a variable may be any.
+    unknown = nodes is not None and nodes.number is None and most is None
+    return unknown or (tasks.number is not None and tasks.number <= (most or 1))
+
+
+def _cpus_of(script: BatchScript, step: SrunStep) -> str:
+    """Return how a step gets `--cpus-per-task`; empty if it does not."""
+    if "cpus-per-task" in step.options:
+        return "--cpus-per-task"
+    if script.exports("SRUN_CPUS_PER_TASK"):
+        return "SRUN_CPUS_PER_TASK"
+    job, slurm = script.options.get("cpus-per-task"), script.site.slurm
+    if job is None or (slurm is not None and slurm < _INHERITS_AGAIN):
+        return ""
+    return f"--cpus-per-task={job.text} of sbatch" + ("" if slurm else " (from Slurm 23.11 on)")
+
+
+_INHERITS_AGAIN = (23, 11)
+"""The version of Slurm from which on srun inherits `--cpus-per-task` again (source)."""
 
 
 @SCRIPTS.rule(
     "kill-on-bad-exit",
-    finds="an srun that starts torchrun on several nodes without `--kill-on-bad-exit`",
-    reason="When the torchrun of a node fails, the others wait for it, until the time limit.",
+    finds="an srun that starts torchrun on several nodes, or ranks by itself, without "
+    "`--kill-on-bad-exit`",
+    reason="When the torchrun of a node, or a rank, fails, the others wait for it, until the time "
+    "limit.",
     fix="give srun --kill-on-bad-exit=1",
 )
 def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
@@ -83,8 +126,18 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
         return
     for step in script.starts:
         several = any(script.several(run) for run in script.walk.torchruns if run.step is step)
-        if several and not {"kill-on-bad-exit", "no-kill"} & step.options.keys():
+        handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
+        if several and not handled:
             what = "this srun goes on when a node's torchrun has failed, and the others wait for it"
+            yield Violation(step.line, what)
+    starts = {id(step) for step in script.starts}
+    if next(script.settings("MASTER_ADDR"), None) is None:
+        return  # its tasks may have nothing to do with each other
+    for step in script.training:
+        python = step.program and _PYTHON.fullmatch(step.program[0].text)
+        handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
+        if python and id(step) not in starts and not handled and script.several_tasks(step):
+            what = "this srun goes on when a rank has failed, and the others wait for it"
             yield Violation(step.line, what)
 
 
@@ -96,9 +149,11 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     fix="leave --wait out, or give it 0 (for ever) or more than 300",
 )
 def _wait(script: BatchScript) -> Iterator[Violation[int]]:
-    options = [step.options["wait"] for step in script.starts if "wait" in step.options]
+    steps = {id(run.step) for run in script.walk.torchruns if run.launcher.name in AGENTS}
+    starts = [step for step in script.starts if id(step) in steps]
+    options = [step.options["wait"] for step in starts if "wait" in step.options]
     times = [("--wait", option.line, option.number) for option in options]
-    if script.starts:
+    if starts:
         settings = script.settings("SLURM_WAIT")
         times += [(setting.name, setting.line, setting.value.number) for setting in settings]
     for name, line, seconds in times:
@@ -136,7 +191,8 @@ def _overlap(script: BatchScript) -> Iterator[Violation[int]]:
 def _in_the_way(script: BatchScript, one: SrunStep, other: SrunStep) -> bool:
     """Whether two steps need more nodes than the job has, each for itself."""
     apart = {"overlap", "exact", "exclusive", "nodelist", "relative", "het-group", "exclude"}
-    if apart & (one.options.keys() | other.options.keys()):
+    unsure = one.unsure or other.unsure
+    if unsure or apart & (one.options.keys() | other.options.keys()):
         return False
     options = [step.options.get("nodes") for step in (one, other)]
     nodes = [option.number if option else script.nodes or 1 for option in options]
@@ -154,15 +210,39 @@ def _in_the_way(script: BatchScript, one: SrunStep, other: SrunStep) -> bool:
 def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
     calls = script.walk.calls
     waits = (call.order for call in calls if call.name == "wait" and not call.background)
-    last = max(waits, default=-1)
+    last = max([*waits, _last_work(script)], default=-1)
+    loops = [node.line for node in compounds(script.commands) if node.kind in _LOOPS]
     for step in script.training:
         call = step.call
+        if any(line > call.line for line in loops):
+            continue  # which watches it, or keeps the script alive
         if call.background and call.level == "batch" and not call.function and last <= call.order:
             yield Violation(
                 step.line,
                 "nothing waits for this srun, and Slurm kills it at the script's end",
                 fix="end the script with wait $!, whose exit status is srun's",
             )
+
+
+_LOOPS = ("for", "while", "until")
+_PREPARES = (
+    QUIET | TOOLS | {""} | names(". cd conda exit export kill mamba ml module set source trap wait")
+)
+
+
+def _last_work(script: BatchScript) -> int:
+    """Return the place of the last program in the foreground, which others may serve."""
+    training = {id(step) for step in script.training}
+    aside = {step.call.order for step in script.walk.steps if id(step) not in training}
+    return max(
+        (
+            call.order
+            for call in script.walk.calls
+            if call.level == "batch" and not call.background and not call.captured
+            if call.name not in _PREPARES and call.order not in aside
+        ),
+        default=-1,
+    )
 
 
 @SCRIPTS.rule(
@@ -174,9 +254,49 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        if script.stranded(run) and not run.call.function:
-            what = "the job has several nodes, and this torchrun starts on the first one only"
+        # deepspeed starts the other nodes' ranks itself, by ssh.
+        itself = run.launcher.name == "deepspeed" and "no-ssh" not in run.options
+        if script.stranded(run) and not run.call.function and not itself:
+            program = run.launcher.name
+            what = f"the job has several nodes, and this {program} starts on the first one only"
             yield Violation(run.line, what)
+
+
+@SCRIPTS.rule(
+    "nodes-unused",
+    finds="a program that the batch script itself starts, in a job of several nodes without srun",
+    reason="A batch script runs on the first node only: the others are paid for, and idle.",
+    fix="start it with srun --ntasks-per-node=N, or ask for one node",
+)
+def _unused(script: BatchScript) -> Iterator[Violation[int]]:
+    others = script.walk.steps or script.walk.torchruns or not script.python
+    if others or not script.several_nodes:
+        return
+    known = _PREPARES | {"python", "bc", "awk", "sed", "head", "tail", "cut", "sort", "tr", "tee"}
+    for call in script.walk.calls:
+        plain = re.sub(r"[0-9.]+$", "", call.name)
+        if call.remote or not (plain in known or call.function or plain in script.walk.functions):
+            return  # another program may start something on the other nodes
+    for call in script.python:
+        text = " ".join(call.words)
+        if re.search(r"slurm|submit|ray|dask|launch|hostfile|nodes|prepare|download", text.lower()):
+            return
+    what = "the job has several nodes, and this program runs on the first one only"
+    yield Violation(script.python[-1].line, what)
+
+
+@SCRIPTS.rule(
+    "wait-for-seconds",
+    finds="`wait` with a small number, as if it were sleep",
+    reason="It waits for the process of that id, and returns at once: there is none.",
+    fix="write sleep N, or wait for a process: wait $!",
+)
+def _seconds(script: BatchScript) -> Iterator[Violation[int]]:
+    for call in script.walk.calls:
+        known = len(call.words) == 2 and call.arguments[1].known
+        if known and call.name == "wait" and re.fullmatch(r"[0-9]{1,4}[smh]?", call.words[1]):
+            what = f"wait {call.words[1]} waits for a process of this id, and for no time"
+            yield Violation(call.line, what)
 
 
 @SCRIPTS.rule(
