@@ -11,7 +11,7 @@ from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
 from toolkit.lint import check as lint
 from toolkit.lint.folders import files_to_check
-from toolkit.lint.manifests.rules.schema import Schemas, read_schemas, schemas_of
+from toolkit.lint.manifests.rules.schema import Schemas, is_known, read_schemas, schemas_of
 from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
@@ -156,6 +156,22 @@ def profiles_for(content: str, profiles: Iterable[str | Profile]) -> list[Profil
     if content not in kinds:
         return []
     return [one for one in map(as_profile, profiles) if isinstance(one, kinds[content])]
+
+
+def unchecked_kinds(path: Path, *, schemas: str | Path | None = None) -> list[str]:
+    """Return the kinds in a file of manifests whose fields no schema is known for."""
+    schema_set = read_schemas(Path(schemas)) if schemas is not None else None
+    try:
+        manifests = read_manifests(read_text(path), str(path)).manifests
+    except InputError:
+        return []
+    return sorted(
+        {
+            f"{manifest.kind} ({manifest.group})" if manifest.group else manifest.kind
+            for manifest in manifests
+            if not is_known(manifest, schema_set)
+        }
+    )
 
 
 def kind_of_file(path: Path) -> Literal["job", "manifests", "script", "training"]:

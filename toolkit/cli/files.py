@@ -135,6 +135,8 @@ def check(
     except InputError as error:
         findings = [checks.finding(problem) for problem in error.problems]
     _show(findings, as_json=as_json)
+    if content == "manifests" and not server:
+        note(_unchecked([file], schemas))
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if as_json:
@@ -167,6 +169,7 @@ def _check_many(
 
     default = None if to else toolkit.default_profile()
     findings: list[checks.Finding] = []
+    manifests: list[Path] = []
     count = 0
     for path in dict.fromkeys(files):
         try:
@@ -180,12 +183,23 @@ def _check_many(
             names = to or ((default,) if default and _is_for(content, default) else ())
             options = {"server": server and bool(names or content != "job"), "schemas": schemas}
             findings += checks.check_among_others(file, overrides, to=names, **options)
+            manifests += [file] if content == "manifests" and not server else []
     findings = list(dict.fromkeys(findings))
     _show(findings, as_json=as_json)
+    note(_unchecked(manifests, schemas))
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if not as_json:
         click.echo(f"{count} file{'s' if count > 1 else ''}: fine")
+
+
+def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
+    """Return a line about what is not checked; none if there is nothing such."""
+    from toolkit.checks import unchecked_kinds
+
+    kinds = sorted({kind for file in files for kind in unchecked_kinds(file, schemas=schemas)})
+    what = f"the fields of {', '.join(kinds)} are not checked; --schemas DIR or --server knows them"
+    return (f"{what}; names, labels and pod templates are",) if kinds else ()
 
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:

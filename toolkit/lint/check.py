@@ -21,6 +21,7 @@ from toolkit.lint.manifests.rules import (
 )
 from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
 from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
+from toolkit.lint.manifests.wrapped import unwrapped
 from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import BatchScript, Site, read_batch_script
@@ -191,7 +192,7 @@ def check_manifests(
     """
     what = "this is a template of a manifest"
     try:
-        stream = read_manifests(text, source, pod_security=pod_security)
+        stream = unwrapped(read_manifests(text, source, pod_security=pod_security))
     except InputError:
         if (line := yaml_template_line(text)) is None:
             raise

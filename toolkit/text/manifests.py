@@ -33,6 +33,9 @@ class Manifest:
     index: int = 0
     """Its position among all objects of the stream, counted from 0."""
 
+    inside: bool = False
+    """Whether it stands in another object, whose operator makes it."""
+
     @cached_property
     def kind(self) -> str:
         """Its kind; empty if that is not a string."""

@@ -26,7 +26,7 @@ from kubernetes import client
 import toolkit
 from tests.conftest import ROOT
 from tests.support import packaged_schemas
-from toolkit.checks import Finding, check
+from toolkit.checks import Finding, check, unchecked_kinds
 from toolkit.cli import cli
 from toolkit.errors import InputError
 from toolkit.lint.check import CLUSTER_RULES, MANIFEST_RULES, check_manifests
@@ -407,7 +407,7 @@ def test_definitions_are_read_from_the_cluster_where_it_lets_us() -> None:
 def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
     def run(*argv: str) -> tuple[int, str]:
         done = CliRunner().invoke(cli, ["check", *argv])
-        return done.exit_code, done.output
+        return done.exit_code, done.stdout or done.stderr
 
     path = tmp_path / "m.yaml"
     path.write_text((SCHEMAS / "bakes.yaml").read_text())
@@ -423,6 +423,63 @@ def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
     assert run(str(path)) == (2, f"{path}:1: an object without kind; every manifest needs both\n")
     (tmp_path / "slurm.yaml").write_text("kind: slurm\n")
     assert run(str(path), "--to", str(tmp_path / "slurm.yaml"))[0] == 2
+
+
+def test_the_kinds_that_are_not_checked_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    odd = "apiVersion: example.com/v1\nkind: Oddity\nmetadata: {name: a}\nspec: {nonsense: 1}\n"
+    path.write_text(odd)
+    done = CliRunner().invoke(cli, ["check", str(path)])
+    assert (done.exit_code, done.stdout) == (0, f"{path}: fine\n")
+    assert "the fields of Oddity (example.com) are not checked; --schemas" in done.stderr
+    done = CliRunner().invoke(cli, ["check", str(path), str(path), "--json"])
+    assert (json.loads(done.stdout), "Oddity" in done.stderr) == ([], True)
+    assert "Bake (example.com)" in unchecked_kinds(SCHEMAS / "bakes.yaml")
+    there = unchecked_kinds(SCHEMAS / "bakes.yaml", schemas=SCHEMAS)
+    assert there == ["Bake (unknown.example.com)"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "apiVersion: v1\nkind: Pod\nmetadata:\n  name: {{ .Release.Name }}\n",
+        "{{- if .Values.on }}\napiVersion: v1\nkind: Pod\n{{- end }}\n",
+        "apiVersion: v1\nkind: Pod\nmetadata:\n  {%- if a %}\n  name: a\n  {%- endif %}\n",
+    ],
+)
+def test_a_template_of_helm_is_one_finding(text: str) -> None:
+    (problem,) = check_manifests(text, "m.yaml")
+    assert (problem.rule, "helm template" in problem.message) == ("manifest-template", True)
+
+
+@pytest.mark.parametrize(
+    ("volume", "way_out"),
+    [
+        ("/dev/shm", "emptyDir of medium: Memory"),
+        ("/dev/infiniband", "device plugin"),
+        ("/data", "PersistentVolumeClaim"),
+    ],
+)
+def test_a_folder_of_the_node_has_its_own_way_out(volume: str, way_out: str) -> None:
+    pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n"
+    pod += "  - {name: a, image: a/b:1, volumeMounts: [{name: v, mountPath: /v}]}\n"
+    pod += f"  volumes: [{{name: v, hostPath: {{path: {volume}}}}}]\n"
+    messages = {problem.rule: problem.message for problem in check_manifests(pod, "m")}
+    assert way_out in messages["host-path"]
+    assert "checked against Pod Security 'restricted'" in messages["pod-security"]
+
+
+def test_a_message_names_the_version_and_the_length(tmp_path: Path) -> None:
+    text = (
+        "apiVersion: trainer.kubeflow.org/v1alpha1\nkind: TrainJob\nmetadata: {name: a}\n"
+        "spec: {runtimeRef: {name: a}, numProcPerNode: 2}\n"
+    )
+    (problem,) = check_manifests(text, "m")
+    assert "spec.numProcPerNode: TrainJob of Trainer 2.3 has no such field" in problem.message
+    pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n"
+    pod += "  - {name: a, image: a/b:1, ports: [{name: etcd-client-port, containerPort: 1}]}\n"
+    messages = {problem.rule: problem.message for problem in check_manifests(pod, "m")}
+    assert "it has 16 characters, and 15 are taken; shorten it" in messages["port-invalid"]
 
 
 def test_a_level_of_pod_security_comes_from_the_profile(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from toolkit.errors import InputError
+from toolkit.lint.bash.ast import SimpleCommand
+from toolkit.lint.bash.parser import read_script
 from toolkit.lint.scripts.interpreter import Torchrun, Walk
 from toolkit.lint.scripts.script import read_batch_script
 from toolkit.text.manifests import Manifest, Stream, View
@@ -57,8 +59,9 @@ class Pods:
 
     @property
     def kind(self) -> str:
-        """The kind of the object."""
-        return self.owner.kind
+        """The kind of the object; empty where that is of an operator that is not known."""
+        known = _GROUPS.get(self.owner.kind) == self.owner.group
+        return self.owner.kind if known else ""
 
     @property
     def several(self) -> bool:
@@ -141,6 +144,12 @@ def pods_of(stream: Stream) -> tuple[Pods, ...]:
     return tuple(pods for manifest in stream.manifests for pods in _pods(manifest))
 
 
+def init_containers_of(stream: Stream) -> Iterator["Container"]:
+    """Yield what prepares the pods of a stream."""
+    for pods in pods_of(stream):
+        yield from pods.all_containers[len(pods.containers) :]
+
+
 @functools.lru_cache(maxsize=1)
 def containers_of(stream: Stream) -> tuple[Container, ...]:
     """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
@@ -166,6 +175,8 @@ def containers_of(stream: Stream) -> tuple[Container, ...]:
 
 def _pods(manifest: Manifest) -> Iterator[Pods]:
     if _GROUPS.get(manifest.kind) != manifest.group:
+        if manifest.group not in _SERVE:
+            yield from _anywhere(manifest)
         return
     spec = manifest.view.at("spec")
     match manifest.kind:
@@ -215,6 +226,24 @@ def _of_jobset(manifest: Manifest, spec: View, *, partly: bool = False) -> Itera
             together=None if partly else _sum(counts),
             partly=partly,
         )
+
+
+_SERVE = ("apps", "serving.knative.dev", "apiextensions.k8s.io")
+"""API groups whose pods are no training: they run for ever, or are no pods."""
+
+
+def _anywhere(manifest: Manifest) -> Iterator[Pods]:
+    """Yield the pod templates of a kind that is not known, wherever they are."""
+    waiting = [manifest.view.at("spec")]
+    while waiting:
+        view = waiting.pop()
+        if view.text("kind") and view.text("apiVersion"):
+            continue  # an object of its own
+        template = view.at("template")
+        if any(one.at("name") for one in template.at("spec", "containers").items()):
+            yield Pods(owner=manifest, template=template, job=view, partly=True)
+            continue
+        waiting += reversed([*(entry for _, entry in view.entries()), *view.items()])
 
 
 _JOB = ("template", "spec")
@@ -332,8 +361,9 @@ def shell_of(words: list[str]) -> tuple[str, str, list[str]]:
 def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> bool:
     """Whether a shell that runs torchrun lets SIGTERM through to it.
 
-    `exec` does, and a trap with the child in the background. bash puts a single command in its
-    own place; dash, which is `sh` on Debian and Ubuntu, does not.
+    `exec` does, and a trap with the child in the background. bash puts the last command of
+    `-c 'a; b'` in its own place (from 5.1 on, as tried); dash, which is `sh` on Debian and Ubuntu,
+    does not.
     """
     if any("TERM" in trap.signals or "15" in trap.signals for trap in walk.traps):
         return True
@@ -341,8 +371,24 @@ def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> b
         return 'exec "$@"' in script or "exec $@" in script
     if torchrun.call.name == "exec":
         return torchrun.call.piped_to is None
-    inside = [call for call in walk.calls if call.parent is not None]
-    return shell == "bash" and len(inside) == 1 and torchrun.call.piped_to is None
+    return shell == "bash" and _is_last(script, torchrun)
+
+
+def _is_last(script: str, torchrun: Torchrun) -> bool:
+    """Whether a shell ends with torchrun, in its foreground and as it stands."""
+    try:
+        commands = read_script(script, "").commands
+    except InputError:
+        return False
+    item = commands[-1] if commands else None
+    nodes = item.pipelines[-1].nodes if item and not item.background else ()
+    if len(nodes) != 1 or not isinstance(nodes[0], SimpleCommand):
+        return False
+    alone = len(commands) == 1 and len(commands[0].pipelines) == 1
+    same = [word.shown for word in nodes[0].words] == [
+        word.shown for word in torchrun.call.node.words
+    ]
+    return same and (alone or not nodes[0].redirections)
 
 
 def seconds(text: str | None) -> int | None:

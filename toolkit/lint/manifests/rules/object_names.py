@@ -59,7 +59,7 @@ def _names(stream: Stream) -> Iterator[Violation[View]]:
 def _object_name(manifest: Manifest) -> Iterator[Violation[View]]:
     metadata = manifest.view.at("metadata")
     name, text = metadata.at("name"), manifest.name
-    if not name and metadata and not metadata.text("generateName"):
+    if not name and metadata and not metadata.text("generateName") and not manifest.inside:
         yield Violation(metadata, f"this {manifest.kind} has no name")
     if not isinstance(name.value, str):
         return  # field-type

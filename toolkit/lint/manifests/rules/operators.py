@@ -231,6 +231,8 @@ def _gang(stream: Stream) -> Iterator[Violation[View]]:
         else:
             continue
         limit = pods.job.at("backoffLimit")
+        if policy.value and policy.text("restartStrategy") == "InPlaceRestart":
+            continue  # whose agents restart the containers, up to a large backoffLimit
         if policy.whole("maxRestarts") and limit.value != 0:
             there = f"backoffLimit: {shown(limit.value)}" if limit else "no backoffLimit: 6"
             yield Violation(limit, f"{there} restarts of a pod alone")

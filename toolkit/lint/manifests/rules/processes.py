@@ -31,6 +31,8 @@ def _lost(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
         if launch.shell and not launch.passes:
             what = f"{launch.shell} is the first process, and torchrun never hears of SIGTERM"
+            if launch.shell == "bash":
+                what = f"{what}; bash gives its place to a last command without pipe or redirection"
             view = launch.container.view
             yield Violation(view.at("command" if view.at("command") else "args"), what)
 

@@ -110,16 +110,56 @@ def _ids(stream: Stream) -> Iterator[Violation[View]]:
 )
 def _stores(stream: Stream) -> Iterator[Violation[View]]:
     for launch in launches(stream):
-        c10d = _elastic(launch) or launch.option("rdzv-backend") == "c10d"
+        policy = launch.pods.owner.view.at("spec", "elasticPolicy")
+        backend = policy.text("rdzvBackend") if _elastic(launch) else launch.option("rdzv-backend")
+        c10d = backend in (*_SHARE_STORE, *([""] if _elastic(launch) else []))
         set_there = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in launch.container.env
         if c10d and launch.pods.several and not set_there and not launch.pods.partly:
             at = launch.container.view.at("env")
             yield Violation(at, "restarts share the store of the rendezvous")
 
 
+_SHARE_STORE = ("c10d", "etcd-v2")
+"""The backends whose store the ranks get, too (torch 2.13)."""
+
+
 def _elastic(launch: Launch) -> bool:
     policy = launch.pods.owner.view.at("spec", "elasticPolicy")
     return launch.pods.kind == "PyTorchJob" and bool(policy)
+
+
+@MANIFESTS.rule(
+    "elastic-nnodes",
+    finds="torchrun --nnodes=N in the pods of a PyTorchJob with an elasticPolicy",
+    reason="The command line takes precedence of PET_NNODES: the job is not elastic, and waits for "
+    "N pods.",
+    fix="leave --nnodes out: the operator sets PET_NNODES=MIN:MAX",
+)
+def _fixed(stream: Stream) -> Iterator[Violation[View]]:
+    for launch in launches(stream):
+        nnodes = launch.options.get("nnodes", "")
+        if _elastic(launch) and nnodes.isdecimal():
+            view = launch.container.view
+            at = view.at("args" if any("nnodes" in w for w in view.words("args")) else "command")
+            yield Violation(at, f"--nnodes={nnodes} is no range, beside an elasticPolicy")
+
+
+@MANIFESTS.rule(
+    "metric-unknown",
+    finds="an elasticPolicy that scales by a resource other than cpu and memory",
+    reason="The HorizontalPodAutoscaler knows the metrics of these two: it never scales, and says "
+    "FailedGetResourceMetric.",
+    fix="write a metric of type Pods or External, or leave metrics out",
+)
+def _metrics(stream: Stream) -> Iterator[Violation[View]]:
+    specs = [job.view.at("spec", "elasticPolicy") for job in stream.of("PyTorchJob")]
+    specs += [scaler.view.at("spec") for scaler in stream.of("HorizontalPodAutoscaler")]
+    for spec in specs:
+        for metric in spec.at("metrics").items():
+            for kind in ("resource", "containerResource"):
+                name = metric.at(kind, "name")
+                if name.text() and name.text() not in ("cpu", "memory"):
+                    yield Violation(name, f"there is no metric of the resource {name.text()!r}")
 
 
 @MANIFESTS.rule(
@@ -199,6 +239,7 @@ def _selectors(stream: Stream) -> Iterator[Violation[View]]:
     pods = [pods for pods in pods_of(stream) if not pods.partly]
     owners = {id(one.owner) for one in pods_of(stream)}
     foreign = any(manifest.kind in ("TrainJob", *_OTHERS) for manifest in stream.manifests)
+    foreign = foreign or not all(one.kind for one in pods_of(stream))
     if not owners or foreign:
         return  # its target is in another file
     for manifest in stream.of("Service", "NetworkPolicy"):

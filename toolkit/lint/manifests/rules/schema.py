@@ -19,7 +19,7 @@ import yaml
 
 from toolkit.errors import InputError, nearest
 from toolkit.lint.rulebook import MANIFESTS, Rule, Violation
-from toolkit.text.manifests import Stream, View
+from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount
 from toolkit.text.yaml_reader import documents_of, read_text
 
@@ -164,6 +164,7 @@ class _Checker:
     def __init__(self, schemas: Schemas, author: str) -> None:
         self.definitions = schemas.definitions
         self.author = author
+        """What has no such field, in words."""
 
     def value(self, view: View, schema: _Schema) -> _Mismatches:
         value = view.value
@@ -208,7 +209,7 @@ class _Checker:
             elif not free and (fields or schema.get("type") == "object") and others is None:
                 lower = {name.lower(): name for name in fields}
                 meant = nearest(key.lower(), lower, cutoff=0.75)
-                what = f"{entry.where}: the {self.author} has no such field"
+                what = f"{entry.where}: {self.author} has no such field"
                 way_out = f"did you mean {lower[meant]!r}?" if meant else None
                 yield _Mismatch(entry, what, "field-unknown", fix=way_out)
         for key in schema.get("required", ()):
@@ -311,7 +312,7 @@ def _scalar(view: View, schema: _Schema) -> _Mismatches:
 
 def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[View]]:
     """Yield where the objects of a stream are not what their own kinds' schemas allow."""
-    checker = _Checker(schemas, "schema")
+    checker = _Checker(schemas, "the schema")
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
         version = written.text().rpartition("/")[2]
@@ -331,15 +332,37 @@ def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[Vi
 def _mismatches(stream: Stream) -> tuple[_Mismatch, ...]:
     """Return where the objects of a stream are not what the API holds."""
     packaged = _packaged()
-    checker = _Checker(packaged, "API")
     served = {(group, kind): schema for (group, _, kind), schema in packaged.served.items()}
     return tuple(
         mismatch
         for manifest in stream.manifests
-        for mismatch in checker.value(
+        for mismatch in _Checker(packaged, _author(manifest)).value(
             manifest.view, served.get((manifest.group, manifest.kind), {})
         )
     )
+
+
+_AUTHORS = {
+    "kubeflow.org": "Training Operator 1.9",
+    "trainer.kubeflow.org": "Trainer 2.3",
+    "jobset.x-k8s.io": "JobSet 0.12",
+    "scheduling.volcano.sh": "Volcano 1.12",
+    "scheduling.x-k8s.io": "scheduler-plugins 0.31",
+}
+
+
+def _author(manifest: Manifest) -> str:
+    """Return whose API a kind is, in words."""
+    return f"{manifest.kind} of {_AUTHORS.get(manifest.group, 'Kubernetes 1.37')}"
+
+
+def is_known(manifest: Manifest, schemas: Schemas | None = None) -> bool:
+    """Whether the fields of an object are checked."""
+    kinds = {
+        (group, kind)
+        for group, _, kind in (*_packaged().served, *(schemas.served if schemas else ()))
+    }
+    return (manifest.group, manifest.kind) in kinds
 
 
 @MANIFESTS.rule(

@@ -23,22 +23,41 @@ _PLAIN_CAPABILITIES = frozenset(
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
 def _levels(stream: Stream) -> Iterator[Violation[View]]:
+    assumed: list[tuple[View, str]] = []
     for pods in pods_of(stream):
         level = stream.level_of(pods.owner)
         if level not in ("baseline", "restricted") or not pods.spec:
             continue
-        refuser = f"Pod Security {level!r} refuses"
-        if stream.known_level_of(pods.owner) is None:
-            refuser = f"a namespace with Pod Security {level!r} refuses"
-        restricted = level == "restricted"
-        more = _against_restricted(pods) if restricted else ()
-        for at, what in (*_against_baseline(pods), *more):
-            yield Violation(at, f"{refuser} {what}", fix="leave it out")
+        refused = [(at, what, "leave it out") for at, what in _against(pods, level)]
         # A patch adds to a runtime, which may have the rest.
-        lacks = _lacking(pods) if restricted and pods.kind != "TrainJob" else []
+        lacks = _lacking(pods) if level == "restricted" and pods.kind != "TrainJob" else []
         if lacks:
-            what = f"{refuser} pods without {', without '.join(lacks)}"
-            yield Violation(pods.spec, what, fix="write it")
+            what = f"pods without {', without '.join(lacks)}"
+            refused.append((pods.spec, what, "write it"))
+        if stream.known_level_of(pods.owner) is None:
+            assumed += [(at, what) for at, what, _ in refused]
+            continue
+        for at, what, fix in refused:
+            yield Violation(at, f"Pod Security {level!r} refuses {what}", fix=fix)
+    if assumed:  # nobody knows the level: once for the file
+        whats = list(dict.fromkeys(what for _, what in assumed))
+        more = f"; and {len(whats) - _MOST_SHOWN} more" if len(whats) > _MOST_SHOWN else ""
+        listed = "; ".join(whats[:_MOST_SHOWN])
+        yield Violation(
+            assumed[0][0],
+            "checked against Pod Security 'restricted', as no namespace here says another level; "
+            f"it refuses {listed}{more}",
+            fix="write it so, or name the profile of the namespace with --to",
+        )
+
+
+_MOST_SHOWN = 3
+
+
+def _against(pods: Pods, level: str) -> Iterator[tuple[View, str]]:
+    yield from _against_baseline(pods)
+    if level == "restricted":
+        yield from _against_restricted(pods)
 
 
 def _against_baseline(pods: Pods) -> Iterator[tuple[View, str]]:
@@ -113,7 +132,17 @@ def _host_paths(stream: Stream) -> Iterator[Violation[View]]:
         for volume in pods.spec.at("volumes").items():
             path = volume.at("hostPath")
             if path and stream.level_of(pods.owner) != "privileged":
-                yield Violation(path, f"the node's folder {shown(path.at('path').value)}")
+                folder = path.text("path").rstrip("/")
+                fix = next((fix for name, fix in _INSTEAD.items() if folder.startswith(name)), None)
+                what = f"the node's folder {shown(path.at('path').value)}"
+                yield Violation(path, what, fix=fix)
+
+
+_INSTEAD = {
+    "/dev/shm": "use an emptyDir of medium: Memory",
+    "/dev/infiniband": "use a device plugin, and ask for its resource (rdma/…)",
+    "/dev": "use a device plugin, and ask for its resource",
+}
 
 
 @MANIFESTS.rule(

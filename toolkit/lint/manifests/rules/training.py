@@ -92,7 +92,10 @@ def _labels(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in _runtimes(stream).values():
         metadata = manifest.view.at("metadata", "labels")
         if "trainer.kubeflow.org/framework" not in metadata.labels():
-            yield Violation(metadata, "no label trainer.kubeflow.org/framework: torch")
+            policy = manifest.view.at("spec", "mlPolicy")
+            others = any(key not in ("numNodes", "torch") for key, _ in policy.entries())
+            value = "" if others else ": torch"
+            yield Violation(metadata, f"no label trainer.kubeflow.org/framework{value}")
         jobs = list(manifest.view.at("spec", "template", "spec", "replicatedJobs").items())
         steps = [job.labels("template", "metadata", "labels").get(_STEP) for job in jobs]
         if jobs and "trainer" not in steps:
@@ -106,9 +109,9 @@ def _labels(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "queue-suspended",
     finds="`suspend` in an object that a queue of Kueue admits",
-    reason="Kueue sets it: to apply the file again is a conflict with Kueue, or stops the run "
-    "(Kueue 0.19).",
-    fix="leave suspend out",
+    reason="Kueue's webhook sets it when the object is made; to apply a file with it again is a "
+    "conflict with Kueue, or stops the run (Kueue 0.19).",
+    fix="leave suspend out: Kueue's webhook sets it",
 )
 def _suspended(stream: Stream) -> Iterator[Violation[View]]:
     for manifest in stream.manifests:
@@ -137,7 +140,8 @@ def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
         if pods.kind == "Pod":
             continue
         for key in _QUEUE:
-            if annotation := pods.template.at("metadata", "labels", key):
+            on_both = key in pods.owner.view.labels("metadata", "labels")
+            if (annotation := pods.template.at("metadata", "labels", key)) and not on_both:
                 yield Violation(annotation, f"{key} stands on the pods, not on the {pods.kind}")
 
 

@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterator
 
 from toolkit.job.kubernetes_options import is_image_name
-from toolkit.lint.manifests.pods import containers_of, pods_of
+from toolkit.lint.manifests.pods import containers_of, init_containers_of, pods_of
 from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
 
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")
+_SERVICE_PORT = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_LONGEST = 15  # of a container's port
 _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 
 
@@ -36,7 +38,7 @@ def _no_image(stream: Stream) -> Iterator[Violation[View]]:
     fix="write it like registry.example.com/team/train:1.2",
 )
 def _image_name(stream: Stream) -> Iterator[Violation[View]]:
-    for container in containers_of(stream):
+    for container in (*containers_of(stream), *init_containers_of(stream)):
         image = container.view.at("image")
         if image.text() and not is_image_name(image.text()):
             yield Violation(image, f"{image.text()!r} is no name of an image")
@@ -50,7 +52,7 @@ def _image_name(stream: Stream) -> Iterator[Violation[View]]:
     fix="name a version or a digest (@sha256:…)",
 )
 def _tags(stream: Stream) -> Iterator[Violation[View]]:
-    for container in containers_of(stream):
+    for container in (*containers_of(stream), *init_containers_of(stream)):
         image = container.view.at("image")
         name, digest, _ = image.text().partition("@")
         tag = name.rpartition("/")[2].partition(":")[2]
@@ -70,7 +72,8 @@ def _tags(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "port-invalid",
     finds="a port outside of 1 to 65535, or with a name that is too long",
-    reason="The server refuses it; names of ports have at most 15 small letters, digits and '-'.",
+    reason="The server refuses it; a container's names of ports have at most 15 small letters, "
+    "digits and '-', a Service's 63.",
     fix="write a number from 1 to 65535, and a shorter name",
 )
 def _ports(stream: Stream) -> Iterator[Violation[View]]:
@@ -86,7 +89,10 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
             yield from _number(port.at("nodePort"), least=0)
             target = port.at("targetPort")
             yield from _port_name(target) if isinstance(target.value, str) else _number(target)
-            yield from _port_name(port.at("name"))
+            name = port.at("name")
+            if name and not _SERVICE_PORT.fullmatch(name.text()):
+                what = f"{shown(name.value)} is no name of a Service's port (63 of a-z, 0-9, '-')"
+                yield Violation(name, what)
             if len(ports) > 1 and not port.at("name"):
                 yield Violation(port, "one of several ports has no name", fix="name it")
     for job in stream.of("PyTorchJob"):
@@ -100,10 +106,17 @@ def _number(view: View, *, least: int = 1) -> Iterator[Violation[View]]:
 
 def _port_name(view: View) -> Iterator[Violation[View]]:
     if view and not _PORT_NAME.fullmatch(view.text()):
-        yield Violation(view, f"{shown(view.value)} is no name of a port")
+        size, fix = len(view.text()), None
+        what = f"{shown(view.value)} is no name of a container's port"
+        if size > _LONGEST:
+            what, fix = f"{what}: it has {size} characters, and {_LONGEST} are taken", "shorten it"
+        yield Violation(view, what, fix=fix)
 
 
 # ---- Volumes
+
+_CLAIM_POLICIES = (("volumeClaimPolicies",), ("template", "spec", "volumeClaimPolicies"))
+"""Where a JobSet, and a runtime with one inside, has claims that become volumes."""
 
 
 @MANIFESTS.rule(
@@ -115,10 +128,12 @@ def _port_name(view: View) -> Iterator[Violation[View]]:
 def _mounts(stream: Stream) -> Iterator[Violation[View]]:
     for pods in pods_of(stream):
         volumes = {volume.text("name") for volume in pods.spec.at("volumes").items()}
-        for claim in pods.owner.view.at("spec", "volumeClaimPolicies").items():  # of a JobSet
-            volumes |= {made.text("metadata", "name") for made in claim.at("templates").items()}
-        if pods.partly and pods.kind == "TrainJob":
-            continue  # the runtime may have it
+        for path in _CLAIM_POLICIES:
+            for claim in pods.owner.view.at("spec", *path).items():
+                made = claim.at("templates").items()
+                volumes |= {template.text("metadata", "name") for template in made}
+        if pods.partly and pods.kind in ("TrainJob", ""):
+            continue  # the runtime, or the operator, may have it
         for one in pods.all_containers:
             for mount in one.view.at("volumeMounts").items():
                 name = mount.at("name")
@@ -160,6 +175,28 @@ def _sources(stream: Stream) -> Iterator[Violation[View]]:
                 name = volume.text("name")
                 what = f"is both {' and '.join(kinds)}" if kinds else "says nothing of what it is"
                 yield Violation(volume, f"the volume {name!r} {what}")
+
+
+@MANIFESTS.rule(
+    "claim-shared",
+    finds="a claim that one node at a time can mount (ReadWriteOnce), in several pods",
+    reason="Pods on another node than the first wait in ContainerCreating; with ReadWriteOncePod "
+    "every other pod does.",
+    fix="write accessModes: [ReadWriteMany], with a storage class that has it",
+)
+def _shared(stream: Stream) -> Iterator[Violation[View]]:
+    for claim in stream.of("PersistentVolumeClaim"):
+        modes = claim.view.at("spec", "accessModes")
+        if not modes.words() or not {*modes.words()} <= {"ReadWriteOnce", "ReadWriteOncePod"}:
+            continue
+        count = 0
+        for pods in pods_of(stream):
+            near = claim.namespace == pods.owner.namespace
+            volumes = pods.spec.at("volumes").items() if near else ()
+            names = [one.text("persistentVolumeClaim", "claimName") for one in volumes]
+            count += (pods.count or 1) if claim.name in names else 0
+        if count > 1:
+            yield Violation(modes, f"{modes.words()[0]}, and {count} pods mount {claim.name!r}")
 
 
 @MANIFESTS.rule(
