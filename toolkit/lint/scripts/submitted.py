@@ -36,8 +36,8 @@ def submitted_scripts(script: BatchScript) -> Iterator[SubmittedScript]:
             continue  # one of several, or an odd name
         match = starts[0]
         lines = []
-        for row in rows[first - 1 :]:
-            row = row.lstrip("\t") if match[1] else row
+        for number in range(first - 1, len(rows)):
+            row = rows[number].lstrip("\t") if match[1] else rows[number]
             if row == match[4]:
                 break
             lines.append(row)

@@ -40,9 +40,9 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
         for at, what, fix in refused:
             yield Violation(at, f"Pod Security {level!r} refuses {what}", fix=fix)
     if assumed:  # nobody knows the level: once for the file
-        whats = list(dict.fromkeys(what for _, what in assumed))
-        more = f"; and {len(whats) - _MOST_SHOWN} more" if len(whats) > _MOST_SHOWN else ""
-        listed = "; ".join(whats[:_MOST_SHOWN])
+        kinds = list(dict.fromkeys(what for _, what in assumed))
+        more = f"; and {len(kinds) - _MOST_SHOWN} more" if len(kinds) > _MOST_SHOWN else ""
+        listed = "; ".join(kinds[:_MOST_SHOWN])
         yield Violation(
             assumed[0][0],
             "checked against Pod Security 'restricted', as no namespace here says another level; "
