@@ -34,7 +34,11 @@ EXPECTED = {
         (10, "wait-interrupted"),
     ],
     "careful.sbatch": [],
-    "first-node-only.sbatch": [(5, "failure-masked"), (5, "nodes-unused")],
+    "first-node-only.sbatch": [
+        (5, "brace-stray"),
+        (6, "failure-masked"),
+        (6, "nodes-unused"),
+    ],
     "forgetful.sh": [
         (1, "shebang-missing"),
         (3, "directive-unknown"),
@@ -310,6 +314,12 @@ WHERE = "--rdzv-endpoint=$head:$((61000 + SLURM_JOB_ID % 4000))"
         (f"{HEAD}srun python x | tee log\n", [(3, "failure-masked")]),
         (f"{HEAD}srun python x & p=$!\nwait $p || s=$?\n((s == 0)) || exit 1\n", []),
         (f"{HEAD}exec srun python x\n", []),
+        (f"{HEAD}set -e\nrun() {{\nsrun python x\n}}\nrun a & run b &\nwait\n", [
+            (8, "failure-masked")
+        ]),
+        (f"{HEAD}set -e\nrun() {{\nsrun python x\n}}\nrun a & a=$!\nwait $a\n", []),
+        (f"{TWO}deepspeed train.py\n", [(6, "torchrun-without-srun")]),
+        (f"{TWO}deepspeed --hostfile=hosts train.py\n", []),
         # Secrets
         (f"{HEAD}export HF_TOKEN=$(cat ~/t) API_KEY=$KEY\n", []),
         (f"{HEAD}srun python x --api-key abcdef1234567890\n", [(3, "secret-literal")]),
@@ -342,6 +352,14 @@ def test_an_option_in_an_unknown_variable_is_not_missed() -> None:
     assert found(f"{several}srun -K $OPTIONS --ntasks-per-node=4 torchrun $TORCH x.py\n") == [
         (5, "several-torchruns")
     ]
+
+
+def test_ranks_in_a_container_are_ranks() -> None:
+    ranks = TWO.replace("=1\n", "=8\n") + "export MASTER_ADDR=$head\n"
+    step = "srun apptainer exec img.sif bash -c 'RANK=$SLURM_PROCID python x.py'\n"
+    assert found(ranks + step) == [(7, "kill-on-bad-exit")]
+    assert found(ranks.replace("=8", "=1").replace("=2", "=1") + step) == []
+    assert found(TWO.replace("=1\n", "=8\n") + step) == []  # they may be tasks of an array
 
 
 def test_srun_inherits_cpus_again_since_slurm_23_11() -> None:

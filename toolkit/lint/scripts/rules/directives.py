@@ -225,6 +225,29 @@ def _none(script: BatchScript) -> Iterator[Violation[int]]:
             yield Violation(step.line, what)
 
 
+@SCRIPTS.rule(
+    "brace-stray",
+    finds="a path with a } too many behind a variable: ${DIR}}/log",
+    reason="bash keeps the brace as a character: the file goes to a folder that is really called "
+    "so.",
+    fix="leave one } out",
+)
+def _brace(script: BatchScript) -> Iterator[Violation[int]]:
+    seen: set[int] = set()
+    for call in script.walk.calls:
+        node = call.node
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for word in (*node.words, *(assignment.value for assignment in node.assignments)):
+            pairs = itertools.pairwise(word.parts)
+            behind = [b for a, b in pairs if a.kind == "variable" and b.kind == "text"]
+            text = "".join(part.text for part in word.parts if part.kind == "text")
+            stray = next((part for part in behind if part.text.startswith("}/")), None)
+            if stray is not None and "{" not in text:
+                yield Violation(stray.line, f"{word.shown} has a }} too many")
+
+
 # ---- Secrets
 
 

@@ -35,6 +35,26 @@ def _masked(script: BatchScript) -> Iterator[Violation[int]]:
     batch = ((key, call) for key, call in work.items() if call.level == "batch")
     work = dict(islice(batch, _MOST_WORK))
     yield from _Flow(script, work).violations(script.commands, ends=True)
+    yield from _functions(script)
+
+
+def _functions(script: BatchScript) -> Iterator[Violation[int]]:
+    """Look for functions that train in the background, and a `wait` that forgets which."""
+    working = {step.call.function for step in script.training}
+    working |= {run.call.function for run in script.walk.torchruns}
+    working.discard("")
+    calls = script.walk.calls
+    started = [c for c in calls if c.name in working and c.background and not c.function]
+    if not started:
+        return
+    first = min(call.order for call in started)
+    waits = [c for c in calls if c.name == "wait" and c.order > first and not c.background]
+    if waits and all(len(wait.arguments) == 1 for wait in waits):
+        yield Violation(
+            waits[0].line,
+            f"wait without a process succeeds even where {started[0].name} has failed",
+            fix=f'write step=$! below {started[0].name} … & and wait "$step"',
+        )
 
 
 class _Flow:

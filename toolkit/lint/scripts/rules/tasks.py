@@ -128,15 +128,16 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
         several = any(script.several(run) for run in script.walk.torchruns if run.step is step)
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
         if several and not handled:
-            what = "this srun goes on when a node's torchrun has failed, and the others wait for it"
-            yield Violation(step.line, what)
+            names = {run.launcher.name for run in script.walk.torchruns if run.step is step}
+            what = f"this srun goes on when a node's {min(names)} has failed, and the others wait"
+            yield Violation(step.line, f"{what} for it")
     starts = {id(step) for step in script.starts}
+    ranks = {id(call.step) for call in script.walk.calls if _PYTHON.fullmatch(call.name)}
     if next(script.settings("MASTER_ADDR"), None) is None:
         return  # its tasks may have nothing to do with each other
     for step in script.training:
-        python = step.program and _PYTHON.fullmatch(step.program[0].text)
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
-        if python and id(step) not in starts and not handled and script.several_tasks(step):
+        if id(step) in ranks - starts and not handled and script.several_tasks(step):
             what = "this srun goes on when a rank has failed, and the others wait for it"
             yield Violation(step.line, what)
 
@@ -254,8 +255,9 @@ def _last_work(script: BatchScript) -> int:
 )
 def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        # deepspeed starts the other nodes' ranks itself, by ssh.
-        itself = run.launcher.name == "deepspeed" and "no-ssh" not in run.options
+        # deepspeed starts the ranks of the nodes in its hostfile itself, by ssh.
+        hosts = run.unsure or {"hostfile", "launcher"} & run.options.keys()
+        itself = run.launcher.name == "deepspeed" and hosts
         if script.stranded(run) and not run.call.function and not itself:
             program = run.launcher.name
             what = f"the job has several nodes, and this {program} starts on the first one only"
