@@ -10,7 +10,7 @@ from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError
 from toolkit.job.spec import load, read_job
 from toolkit.lint import check as lint
-from toolkit.lint.folders import files_to_check
+from toolkit.lint.folders import files_to_check, is_folder
 from toolkit.lint.manifests.rules.schema import Schemas, is_known, read_schemas, schemas_of
 from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
@@ -98,7 +98,7 @@ def check(
         LauncherError: the site does not answer.
     """
     path, overrides = Path(path), tuple(overrides)  # overrides are read more than once
-    if path.is_dir():
+    if is_folder(path):
         options = {"to": to, "server": server, "schemas": schemas}
         more = {"command": command, "api_client": api_client}
         return [

@@ -112,8 +112,9 @@ def check(
     cannot be read or is not a job.
     """
     from toolkit import checks
+    from toolkit.lint.folders import is_folder
 
-    if len(files) > 1 or files[0].is_dir():
+    if len(files) > 1 or is_folder(files[0]):
         _check_many(files, overrides, to, server=server, schemas=schemas, as_json=as_json)
         return
     (file,) = files
@@ -165,7 +166,7 @@ def _check_many(
 ) -> None:
     """Check files and folders; each option counts for the kinds of files that take it."""
     from toolkit import checks
-    from toolkit.lint.folders import files_to_check
+    from toolkit.lint.folders import files_to_check, is_folder
 
     default = None if to else toolkit.default_profile()
     findings: list[checks.Finding] = []
@@ -173,7 +174,7 @@ def _check_many(
     count = 0
     for path in dict.fromkeys(files):
         try:
-            inside = files_to_check(path) if path.is_dir() else [path]
+            inside = files_to_check(path) if is_folder(path) else [path]
         except InputError as error:
             findings += map(checks.finding, error.problems)
             continue

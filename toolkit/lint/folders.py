@@ -18,6 +18,14 @@ _NAME = re.compile(r"^name\s*:", re.MULTILINE)
 _STARTS = re.compile(r"^(?:module|script|command)\s*:", re.MULTILINE)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a path is a folder; one that the system refuses is none."""
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
+
+
 def files_to_check(folder: Path) -> list[Path]:
     """Return the files below a folder that are for `toolkit check`, in order.
 

@@ -148,7 +148,6 @@ def test_a_bad_file_gives_its_problems_and_status_2(
     ("path", "message"),
     [
         ("none.yaml", "none.yaml: cannot be read: No such file or directory\n"),
-        (".", ".: cannot be read: Is a directory\n"),
         ("job.yaml/x", "job.yaml/x: cannot be read: Not a directory\n"),
         ("x" * 300, f"{'x' * 300}: cannot be read: File name too long\n"),
     ],
@@ -159,6 +158,11 @@ def test_a_file_that_cannot_be_read_gives_the_reason_and_status_2(
 ) -> None:
     argv = [command, path, *(["--to", "slurm"] if command == "render" else [])]
     assert outcome(program(*argv)) == (2, "", message)
+
+
+def test_a_folder_is_no_job_to_render(program: Program) -> None:
+    message = ".: cannot be read: Is a directory\n"
+    assert outcome(program("render", ".", "--to", "slurm")) == (2, "", message)
 
 
 @pytest.mark.parametrize("name", ["ünïcode.yaml".encode(), b"\xff.yaml", b"a b\n'.yaml"])
