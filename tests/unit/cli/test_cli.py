@@ -249,7 +249,7 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["render", "job.yaml", "--st", "a=b", "--to", "slurm"], "'--set'"),
         (["list", "--jsn"], "'--json'"),
         (["render", "job.yaml"], "--to"),
-        (["check"], "'FILE'"),
+        (["check"], "'FILE...'"),
         (["status"], "'RUN...'"),
         (["wait", "x", "--timeout", "soon"], "'--timeout'"),
     ],
