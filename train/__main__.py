@@ -39,8 +39,8 @@ def main() -> int:
         return EXIT_DONE
     directory: RunDirectory | None = None
     named = os.environ.get(flags.RUN_DIR)
-    # Showing a plan is no try at the run.
-    if named and not flags.only_looks(sys.argv[1:]):
+    # Showing a plan, or using what a run has trained, is no try at the run.
+    if named and flags.trains(sys.argv[1:]):
         directory = RunDirectory(Path(named), rank_info)
     # First of all: importing torch takes a second, in which a signal may come.
     stop = StopRequest()
@@ -50,7 +50,7 @@ def main() -> int:
         if request.only_looking:
             return look(request, console)
         config = request.config
-        directory = RunDirectory(config.directory, rank_info)
+        directory = None if config.infers else RunDirectory(config.directory, rank_info)
         # Only here, as they import torch: a mistyped flag is answered at once.
         if config.spawn is not None and not rank_info.launched:
             exit_status = spawn(config.spawn, sys.argv[1:], stop)
@@ -58,6 +58,10 @@ def main() -> int:
                 # The ranks may have had no time to record it.
                 record_end(directory, "preempted", f"stopped by {stop.signal_name or 'a signal'}")
             return exit_status
+        if config.infers:
+            from .inference.session import infer
+
+            return infer(config, rank_info, stop, console)
         from .session import train
 
         phases = Phases.of_process(os.environ, restart=rank_info.restart)

@@ -5,6 +5,7 @@ TrainError            1  the run cannot go on; the message says why
 │   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
+├── OutputError       1  the predictions could not be written
 ├── FencedError       1  a newer attempt has taken the run over
 └── PeerError         1  another rank failed and has said why
 """
@@ -40,6 +41,10 @@ class NonFiniteLoss(TrainError):
 
 class CheckpointError(TrainError):
     """A checkpoint could not be written, or its files do not match its manifest."""
+
+
+class OutputError(TrainError):
+    """The predictions could not be written; what is finished of them stays."""
 
 
 class FencedError(TrainError):

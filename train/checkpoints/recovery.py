@@ -41,43 +41,68 @@ class Resumption:
     """The rank that reads it for all; None: each rank reads its part."""
 
 
-def look(run_dir: Path, *, attempt: int, together: RankGroup | None = None) -> Sighting:
+def look(
+    run_dir: Path, *, attempt: float, step: int | None = None, together: RankGroup | None = None
+) -> Sighting:
     """Find the best whole checkpoint of attempts up to this one; a missing directory holds none.
 
-    `together`: all ranks see one directory, and each verifies some of the files.
+    Args:
+        run_dir: the run directory. The run may go on meanwhile, and remove checkpoints.
+        attempt: the latest attempt whose checkpoints count.
+        step: look at checkpoints of this step only.
+        together: all ranks see one directory, and each verifies some of the files.
     """
-    positions = store.list_committed(run_dir, up_to_attempt=attempt)
-    share = (0, 1)
-    if together:
-        positions = together.broadcast(positions)
-        share = (together.rank_info.rank, together.rank_info.world_size)
-    damaged: list[tuple[Position, str]] = []
-    for position in positions:
-        reason = ""
+
+    def listed() -> list[Position]:
+        positions = store.list_committed(run_dir, up_to_attempt=attempt)
+        positions = [p for p in positions if step in (None, p.step)]
+        return together.broadcast(positions) if together else positions
+
+    share = (together.rank_info.rank, together.rank_info.world_size) if together else (0, 1)
+    damaged: dict[Position, str] = {}
+    positions = listed()
+    while positions:
+        position = positions.pop(0)
+        reason, gone = "", False
         try:
             store.verify(position.path(run_dir), share=share)
         except CheckpointError as error:
-            reason = str(error)
+            reason, gone = str(error), not position.path(run_dir).exists()
         if together:
-            reason = next((text for text in together.gather(reason) if text), "")
+            reports = together.gather((reason, gone))
+            reason = next((text for text, _ in reports if text), "")
+            gone = any(gone for _, gone in reports)
         if not reason:
-            return Sighting(best=position, damaged=tuple(damaged))
-        damaged.append((position, reason))
-    return Sighting(best=None, damaged=tuple(damaged))
+            return Sighting(best=position, damaged=tuple(damaged.items()))
+        if gone:
+            # A newer one has taken its place.
+            positions = [p for p in listed() if p != position and p not in damaged]
+        else:
+            damaged[position] = reason
+    return Sighting(best=None, damaged=tuple(damaged.items()))
 
 
-def find(run_dir: Path, group: RankGroup, *, shared: bool) -> tuple[list[Sighting], int | None]:
+def find(
+    run_dir: Path,
+    group: RankGroup,
+    *,
+    shared: bool,
+    attempt: float | None = None,
+    step: int | None = None,
+) -> tuple[list[Sighting], int | None]:
     """Let every node look, and agree on the lowest rank that sees the best; None: there is none.
 
     If the run directory is each node's own, one rank per node looks, as all of them would only read
-    the same files again.
+    the same files again. `attempt` (default: this one) and `step` as in `look()`.
     """
-    attempt = group.rank_info.attempt
+    attempt = group.rank_info.attempt if attempt is None else attempt
     if shared:
-        sightings = [look(run_dir, attempt=attempt, together=group)]
+        sightings = [look(run_dir, attempt=attempt, step=step, together=group)]
     else:
         looks = group.rank_info.local_rank == 0
-        sightings = group.gather(look(run_dir, attempt=attempt) if looks else Sighting(best=None))
+        sightings = group.gather(
+            look(run_dir, attempt=attempt, step=step) if looks else Sighting(best=None)
+        )
     bests = [sighting.best for sighting in sightings]
     best = max((position for position in bests if position), default=None)
     return sightings, None if best is None else bests.index(best)

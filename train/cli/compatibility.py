@@ -30,6 +30,11 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
     problems = list(_starting(config, rank_info))
     if config.steps is not None and config.epochs is not None:
         problems.append("--steps and --epochs both say when to end: give one of them")
+    if config.evaluate_only and config.predict is not None:
+        problems.append("--evaluate-only and --predict are two uses of a model: give one of them")
+    if config.infers and config.dry_run:
+        use = "--evaluate-only" if config.evaluate_only else "--predict"
+        problems.append(f"{use} does not go with --dry-run, which loads no model: leave out one")
     if config.dropout is not None and config.dropout > 1:
         problems.append(f"--dropout {config.dropout} is a probability: from 0 to 1")
     if config.profile is not None:
@@ -53,7 +58,8 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
         )
     problems += _misplaced(config, strategy, layout)
     problems += _incompatible(config, strategy)
-    return problems + _shares(config, strategy, layout)
+    # A batch of training is for training to share out.
+    return problems if config.infers else problems + _shares(config, strategy, layout)
 
 
 def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> RankInfo:
@@ -170,7 +176,8 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
         "virtual_shards": (config.reduce == "exact", "--reduce exact"),
         "device_memory": (config.dry_run, "--dry-run"),
         "nproc_per_node": (config.dry_run, "--dry-run"),
-        "json": (config.dry_run, "--dry-run"),
+        "json": (config.dry_run or config.evaluate_only, "--dry-run or --evaluate-only"),
+        "checkpoint": (config.infers, "--evaluate-only or --predict"),
     }
     for name, (fits, owner) in owners.items():
         value, unset = getattr(config, name), getattr(Config(), name)

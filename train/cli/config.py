@@ -46,6 +46,7 @@ SECTIONS = {
     "strategy": "Sharing the work",
     "precision": "Arithmetic",
     "run_dir": "What is written",
+    "evaluate_only": "Using a trained model",
     "device": "Starting and watching",
 }
 """Titles of the sections of the help, by the first field of each."""
@@ -158,6 +159,13 @@ class Config:
     tensorboard: Literal["auto", "off"] = "auto"
     """Event files in the run directory, for `tensorboard --logdir`; `auto`: with tensorboardX."""
 
+    evaluate_only: bool = False
+    """Evaluate a checkpoint of the run directory, print the metrics, and train nothing."""
+    predict: Path | None = None
+    """Write a prediction for each test sample to this file, as JSON Lines, and train nothing."""
+    checkpoint: Natural | None = None
+    """With evaluate-only and predict: the step of the checkpoint (default: the newest)."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
@@ -177,13 +185,18 @@ class Config:
     nproc_per_node: Count = 8
     """With dry-run: how many ranks there are on a node."""
     json: bool = False
-    """With dry-run: print JSON, for programs."""
+    """With dry-run and evaluate-only: print JSON, for programs."""
 
     @property
     def directory(self) -> Path:
         """The run directory, which a parsed configuration always has."""
         assert self.run_dir is not None, "parse() refuses a command line without a run directory"
         return self.run_dir
+
+    @property
+    def infers(self) -> bool:
+        """Whether a trained model is used, and nothing is trained."""
+        return self.evaluate_only or self.predict is not None
 
     def identity(self) -> dict[str, object]:
         """Return the fields that make it another run when they change.

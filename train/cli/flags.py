@@ -25,6 +25,8 @@ FILES = {
 HELP = ("--help", "Show this and exit.")
 ONLY_LOOKING = ("--dry-run", "--write-config")
 """Nothing is trained then: there need be no ranks, and no run directory."""
+INFERRING = ("--evaluate-only", "--predict")
+"""A run directory is read then, and stays as it is."""
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -45,9 +47,9 @@ class Request:
         return self.write_config is not None or self.config.dry_run
 
 
-def only_looks(argv: Sequence[str]) -> bool:
-    """Whether a command line, right or wrong, requests no training."""
-    return any(word.partition("=")[0] in ONLY_LOOKING for word in argv)
+def trains(argv: Sequence[str]) -> bool:
+    """Whether a command line, right or wrong, requests training."""
+    return not any(word.partition("=")[0] in (*ONLY_LOOKING, *INFERRING) for word in argv)
 
 
 def usage() -> str:
@@ -59,6 +61,8 @@ def usage() -> str:
         "",
         "Train a model, with checkpoints and automatic resume. Send SIGTERM to stop: the run",
         "writes a checkpoint and exits with 75; start it again with the same flags to go on.",
+        "With --evaluate-only or --predict, use what a run has trained, and leave its directory",
+        "as it is.",
         "",
         "Switches are turned off by --no-NAME. Times are in seconds.",
     ]

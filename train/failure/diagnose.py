@@ -70,7 +70,7 @@ def part_of(error: BaseException) -> FailedPart:
                 name=f"{name}()",
                 given=_given("it", frame),
                 alone=name in ALONE,
-                on_a_batch=name in ("loss", "count", "score"),
+                on_a_batch=name in ("loss", "count", "score", "predictions"),
             )
     if layer := _layer(frames):
         return FailedPart(name="the forward pass", given=layer)
@@ -141,6 +141,11 @@ def _layer(frames: Sequence[FrameType]) -> str:
 
 def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> str:
     modules = {_module(frame) for frame in frames}
+    if "inference.session" in modules:
+        moments = {"model.evaluation": "in the evaluation", "inference.rows": "in the prediction"}
+        return next(
+            (text for name, text in moments.items() if name in modules), "before the first sample"
+        )
     running = any(_module(f) == "loop" and f.f_code.co_name == "run" for f in frames)
     if progress is None or not running:
         return "before the first step"

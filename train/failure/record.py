@@ -79,6 +79,24 @@ def fail(
     return EXIT_FAILED
 
 
+def report(error: BaseException, rank_info: RankInfo, task: "Task | None") -> int:
+    """Report a failure of a process that records nothing; return the exit status."""
+    from .diagnose import explain, in_short, is_ours_alone
+
+    _kept.append(error)
+    if rank_info.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
+        cause = str(error) if isinstance(error, PeerError) else "another rank went away"
+        tell_echo(rank_info, f"ends because of others: {cause}; start again")
+        return EXIT_FAILED
+    if isinstance(error, TrainError):
+        tell(rank_info, str(error))
+        return error.exit_status
+    text = explain(error, task, None)
+    summary = f"{in_short(error)}\n{text}"
+    tell(rank_info, text, trace="".join(traceback.format_exception(error)), summary=summary)
+    return EXIT_FAILED
+
+
 def lost(error: BaseException, progress: TrainingProgress | None) -> str:
     """Return what a rank knows when another one has gone."""
     if isinstance(error, PeerError):

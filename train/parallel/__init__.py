@@ -26,9 +26,18 @@ STRATEGIES = {
 """
 
 
-def build(name: str, parts: "Parts") -> "Strategy":
-    """Make the strategy of that name; a layout with stages always gets the pipeline."""
-    if parts.config.reduce == "exact":
+WHOLE = ("ddp", "ps", "local-sgd")
+"""Strategies whose ranks hold a whole model each: without training there is nothing to exchange."""
+
+
+def build(name: str, parts: "Parts", *, trains: bool = True) -> "Strategy":
+    """Make the strategy of that name; a layout with stages always gets the pipeline.
+
+    Without training, ranks that would hold whole models just run them, each on its samples.
+    """
+    if not trains and name in WHOLE:
+        name = "single"
+    elif trains and parts.config.reduce == "exact":
         name = "exact"
     elif parts.layout.pp > 1:
         name = "pp"

@@ -190,6 +190,13 @@ class Strategy(ABC):
     def evaluate(self, batch: "Batch") -> Tally:
         """Measure without gradients."""
 
+    @abstractmethod
+    def predict(self, batch: "Batch") -> Tree | None:
+        """Run the model without gradients, and return its outputs for the whole batch.
+
+        Of the ranks that share a batch one returns them; the others return None.
+        """
+
     def model_state(self) -> dict[str, Tensor]:
         """Return this rank's part of the model, parameters and buffers, under the plain names."""
         return {
@@ -277,6 +284,10 @@ class WholeModel(Strategy):
         outputs = self.outputs(batch.inputs)
         with torch.no_grad(), self.parts.autocast():
             return tally(self.task, outputs, batch.targets)
+
+    def predict(self, batch: "Batch") -> Tree | None:
+        """Run the model without gradients, and return its outputs."""
+        return mapped(full, self.outputs(self.own_part(batch).inputs))
 
     def outputs(self, inputs: Tree) -> Tree:
         """Run the model without gradients."""

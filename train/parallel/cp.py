@@ -49,6 +49,8 @@ class SequenceSlice:
     """The number of parts, and the ranks that share them."""
     task: str = ""
     """What messages call the task."""
+    group: ProcessGroup | None = None
+    """The ranks that share a sequence."""
 
     def of(self, batch: Batch) -> Batch:
         """Cut this rank's part out of inputs and targets: dimension 1 of all their tensors.
@@ -81,6 +83,34 @@ class SequenceSlice:
             )
         part = slice(time // parts * self.part, time // parts * (self.part + 1))
         return batch.mapped(lambda tensor: tensor[:, part].contiguous())
+
+    def joined(self, outputs: Tree, own: Batch) -> Tree:
+        """Put the outputs for all parts of a batch's sequences together; their ranks take part.
+
+        `own` is this rank's part of the batch. Dimension 1 of each output must be the sequence.
+
+        Raises:
+            UsageError: it is not, or another dimension is as long, so that nothing shows which.
+        """
+        if self.layout.cp == 1:
+            return outputs
+        time = tensors_of(own.inputs)[0].shape[1]
+
+        def join(tensor: object) -> object:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            if [dim for dim, size in enumerate(tensor.shape) if size == time and dim] != [1]:
+                raise UsageError(
+                    f"--predict with --cp {self.layout.cp}: dimension 1 of the outputs, and no "
+                    f"other, must be the sequence, of which each rank has {time} positions, but "
+                    f"task {self.task!r} gives {_shapes('outputs', outputs)}; leave out --cp"
+                )
+            tensor = tensor.contiguous()
+            parts = [torch.empty_like(tensor) for _ in range(self.layout.cp)]
+            dist.all_gather(parts, tensor, group=self.group)
+            return torch.cat(parts, dim=1)
+
+        return mapped(join, outputs)
 
 
 def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
@@ -121,7 +151,7 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
             module.context = exchange
         elif isinstance(module, Placed):
             module.register_forward_pre_hook(partial(_begin, part))
-    return SequenceSlice(part=part, layout=layout, task=name)
+    return SequenceSlice(part=part, layout=layout, task=name, group=group)
 
 
 def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:

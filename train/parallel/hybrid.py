@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.order import Batch
 from ..model import batchnorm, compilation
+from ..model.trees import Tree, mapped
 from ..runtime.process_group import arrange, limit_waiting
 from . import consistency, cp, fsdp, pieces, tp
-from .base import Parts, Sums, Tally, WholeModel, copy_part
+from .base import Parts, Sums, Tally, WholeModel, copy_part, full
 from .consistency import named_tensors
 
 DATA = ("dp_replicate", "fsdp")
@@ -36,6 +37,7 @@ class Composed(WholeModel):
         at = parts.layout.coordinates(parts.group.rank_info.rank)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = at["tp"] == 0
+        self._predicts = at["tp"] == at["cp"] == 0
         self.axes = (self.shard, at["cp"])
         if meta:
             materialise([self.model], parts)
@@ -78,6 +80,12 @@ class Composed(WholeModel):
         if self._reports:
             return sums
         return Tally(loss=torch.zeros_like(sums.loss), score=torch.zeros_like(sums.score), count=0)
+
+    def predict(self, batch: Batch) -> Tree | None:
+        """Run the model without gradients; one rank of those that share the batch has outputs."""
+        own = self._slice.of(batch)
+        outputs = self._slice.joined(mapped(full, self.outputs(own.inputs)), own)
+        return outputs if self._predicts else None
 
 
 def build_mesh(parts: Parts) -> DeviceMesh:

@@ -47,6 +47,10 @@ class StopRequest:
         # `--spawn` starts its ranks with blocked signals: none must end one that cannot answer yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
+    def leave_by(self, at_once: Callable[[str], None]) -> None:
+        """Replace what is called before an early exit, now that more is known."""
+        self._at_once = at_once
+
     def wait_for_the_loop(self) -> None:
         """From now on a signal only sets `requested`: the ranks agree on the step to stop at."""
         self._at_once = None

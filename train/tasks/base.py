@@ -67,6 +67,18 @@ class Task(ABC):
         """Turn the sums over all items, float64 on the CPU, into named figures."""
         return {}
 
+    def predictions(self, outputs: Tree, targets: Tree) -> Mapping[str, object]:
+        """Return what `--predict` writes about each sample of a batch, by name.
+
+        A value is a tensor [samples, ...], a tree of them, or a list with an entry for each sample,
+        such as a text. By default the outputs and the targets as they are.
+
+        Args:
+            outputs: what the model gave for a whole batch, on the model's device.
+            targets: as `test()` gave them, on the same device.
+        """
+        return {"prediction": outputs, "target": targets}
+
     def identity(self) -> Mapping[str, str | int]:
         """Return what makes two runs of this task different, so that one never continues the other.
 
@@ -155,6 +167,12 @@ class Classifier(Task):
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
         """Return the share that is right."""
         return {"accuracy": score[0].item() / count}
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Mapping[str, object]:
+        """Return the likeliest class, its probability, and the target. Shape of each: [...]."""
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        probability, prediction = wide.softmax(dim=-1).max(dim=-1)
+        return {"prediction": prediction, "probability": probability, "target": targets}
 
     def weights(self) -> Tensor:
         """Give every class the same chance in all: each sample one over its class's size."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..data.order import Batch
 from ..errors import UsageError
@@ -103,6 +104,20 @@ class Chars(ResidentClassifier):
             "width": self.sizes.width,
             "layers": self.sizes.layers,
         }
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Mapping[str, object]:
+        """Return the likeliest text, the text that follows, and its loss in nats, of each window.
+
+        Each character of the prediction is the likeliest one after the true text before it.
+        """
+        loss = functional.cross_entropy(
+            outputs.float().transpose(1, 2), targets, reduction="none"
+        ).sum(dim=1)
+        prediction, target = (
+            [bytes(symbols).decode("ascii") for symbols in batch.tolist()]
+            for batch in (outputs.argmax(dim=-1), targets)
+        )
+        return {"prediction": prediction, "target": target, "loss": loss}
 
     def model(self) -> nn.Module:
         """Make a small causal transformer, [batch, time] to [batch, time, vocabulary]."""

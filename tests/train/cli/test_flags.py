@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from train.cli.config import SECTIONS, Config, field_docs, fields
-from train.cli.flags import FILES, documented, only_looks, parse, usage
+from train.cli.flags import FILES, documented, parse, trains, usage
 from train.errors import UsageError
 from train.runtime.rank import RankInfo
 
@@ -63,7 +63,7 @@ def test_run_directory_comes_from_the_environment_by_default() -> None:
         parse([], {}, ONE)
     for argv in (["--dry-run"], ["--write-config=x"]):
         assert parse(argv, {}, ONE).config.run_dir is None
-        assert only_looks(argv)
+        assert not trains(argv)
 
 
 def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:

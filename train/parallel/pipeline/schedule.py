@@ -23,9 +23,9 @@ from torch.utils._pytree import TreeSpec
 from ...data.order import Batch
 from ...errors import UsageError
 from ...model import compilation
-from ...model.trees import Tree, form_of, joined, named, tensors_of, unflattened
+from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
 from .. import cp, fsdp, hybrid, pieces, tp
-from ..base import Parts, Strategy, Sums, Tally, one_number, tally
+from ..base import Parts, Strategy, Sums, Tally, full, one_number, tally
 from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
@@ -70,6 +70,7 @@ class Pipelined(Strategy):
             self._stages[len(self._plan) - 1].register_forward_hook(self._flatten)
         # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
         self._reports = self._holds_last and at["tp"] == 0
+        self._predicts = self._reports and at["cp"] == 0
         self._form: TreeSpec | None = None
         self._schedule: Any = None
         self._made_for: object = None
@@ -196,6 +197,16 @@ class Pipelined(Strategy):
                     return sums
         zero = torch.zeros((), device=self.norm_device)
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
+
+    def predict(self, batch: Batch) -> Tree | None:
+        """Run the model without gradients; a rank of the last stage has the outputs."""
+        own = self._slice.of(batch)
+        passed = self.passed(own.inputs)
+        if not self._holds_last:
+            return None
+        outputs = unflattened(passed[len(self._plan) - 1][1], self._form)
+        outputs = self._slice.joined(mapped(full, outputs), own)
+        return outputs if self._predicts else None
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
         """Return torch's schedule for micro-batches like these, all of one size.

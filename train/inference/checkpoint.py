@@ -1,0 +1,149 @@
+"""The checkpoint whose weights are used: which one, whether it fits, and how it is loaded.
+
+Nothing is written in the run directory, not even for a moment: it may be read-only, or the run may
+be going on in it, and remove checkpoints meanwhile.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from ..checkpoints import recovery, store
+from ..checkpoints.reader import MODEL, differences, weights
+from ..checkpoints.store import Position, State
+from ..cli.config import Config
+from ..errors import CheckpointError, UsageError
+from ..parallel.base import Strategy
+from ..rundir import claim, untrusted
+from ..rundir.console import Console
+from ..runtime.process_group import RankGroup
+
+TRIES = 5
+"""How often to look again because the run has removed the checkpoint that was about to be read."""
+_SETTINGS = {field.name for field in fields(Config)} - {"task"}
+"""Fields of a run's identity that say how it was trained, rather than what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """The checkpoint whose weights a strategy has."""
+
+    path: Path
+    """Where it lies."""
+    step: int
+    """Optimizer steps made."""
+    manifest_sha256: str
+    """Digest of its manifest, which has a digest of each file."""
+
+
+def load(
+    strategy: Strategy, group: RankGroup, identity: Mapping[str, object], console: Console
+) -> LoadedCheckpoint:
+    """Give a strategy the weights of the newest whole checkpoint, or that of `--checkpoint`.
+
+    All ranks call this at once.
+
+    Args:
+        strategy: its model is filled in place, however the ranks that wrote it were arranged.
+        group: the ranks.
+        identity: of the task; the checkpoint must have the same, or be of the task `--adopt` names.
+        console: damaged checkpoints that are passed over are reported here.
+
+    Raises:
+        UsageError: on all ranks; there is no checkpoint, or it is of another task or model.
+        CheckpointError: on all ranks; it cannot be read.
+    """
+    config = strategy.parts.config
+    for last in [False] * (TRIES - 1) + [True]:
+        shared = _all_see_one(config, group)
+        position, source = _choose(config, group, console, shared=shared)
+        path = position.path(config.directory)
+        try:
+            resumption = recovery.describe(
+                config.directory, group, position, source=source, shared=shared
+            )
+            _check_task(resumption.state, identity, config, path)
+            resumption = replace(resumption, listing=weights(resumption.listing))
+            tensors = {MODEL + name: tensor for name, tensor in strategy.model_state().items()}
+            own = group.gather({name: (t.shape, t.dtype) for name, t in tensors.items()})
+            if differing := differences(resumption.listing, own):
+                raise UsageError(
+                    f"checkpoint {path} is of another model: give the --task of the checkpoint, or "
+                    "its version:\n" + "\n".join(f"  {line}" for line in differing)
+                )
+            recovery.fill(config.directory, group, resumption, tensors)
+            digest = group.broadcast(
+                _digest(path) if group.rank_info.rank == source else "", source=source
+            )
+        except CheckpointError:
+            gone = group.broadcast(not path.exists(), source=source)
+            if last or not gone:
+                raise
+            continue
+        strategy.load_model_state({n.removeprefix(MODEL): t for n, t in tensors.items()})
+        return LoadedCheckpoint(path=path, step=position.step, manifest_sha256=digest)
+    raise AssertionError("the last try returns or raises")
+
+
+def _all_see_one(config: Config, group: RankGroup) -> bool:
+    """Whether all ranks see the same files; a training leaves a mark there and looks for it."""
+    seen: tuple[object, ...] | None = None
+    for position in store.list_committed(config.directory)[:1]:
+        try:
+            path = position.path(config.directory) / store.MANIFEST
+            status = path.stat()
+            # Copies on other nodes differ in the number of the file, or in its time.
+            seen = (position, status.st_ino, status.st_mtime_ns, _digest(path.parent))
+        except (OSError, CheckpointError):
+            continue
+    sightings = group.gather(seen)
+    return None not in sightings and len({*sightings}) == 1
+
+
+def _choose(
+    config: Config, group: RankGroup, console: Console, *, shared: bool
+) -> tuple[Position, int]:
+    """Agree on a checkpoint, and on the rank that reads it where not all can."""
+    run_dir, step = config.directory, config.checkpoint
+    sightings, source = recovery.find(run_dir, group, shared=shared, attempt=math.inf, step=step)
+    damage = sorted({reason for sighting in sightings for _, reason in sighting.damaged})
+    if source is not None and (best := sightings[source].best) is not None:
+        for reason in damage:
+            console.complain(f"passing over a damaged checkpoint: {reason}")
+        return best, source
+    lists = group.gather({p.step for p in store.list_committed(run_dir)})
+    steps = sorted({step for one in lists for step in one})
+    if damage:
+        problem = f"{run_dir} has no whole checkpoint" + (
+            "" if step is None else f" of step {step}"
+        )
+        problem += "".join(f"\n  {reason}" for reason in damage)
+    elif step is not None and steps:
+        listed = ", ".join(map(str, steps[-16:]))
+        problem = f"--checkpoint {step}: {run_dir} has none of that step; there are {listed}"
+    else:
+        there = "holds no checkpoint" if any(group.gather(run_dir.is_dir())) else "does not exist"
+        problem = f"{run_dir} {there}: give --run-dir the directory of a run that has written one"
+    raise UsageError(problem)
+
+
+def _check_task(state: State, identity: Mapping[str, object], config: Config, path: Path) -> None:
+    """Refuse a checkpoint of another task; how it was trained does not matter."""
+    there = {name: value for name, value in state.identity.items() if name not in _SETTINGS}
+    if config.adopt is not None and there.get("task") == config.adopt:
+        return
+    if lines := claim.differences(there, identity):
+        task = untrusted.printable(str(there.get("task")))
+        raise UsageError(
+            f"checkpoint {path} is of another task: give that one, or, if it has the same model, "
+            f"add --adopt {task}:\n" + "\n".join(f"  {line}" for line in lines)
+        )
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(untrusted.read_bytes(path / store.MANIFEST)).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path / store.MANIFEST}: {error.strerror}") from error

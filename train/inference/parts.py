@@ -1,0 +1,233 @@
+"""The file of predictions, and the parts that it is put together from.
+
+FILE.parts/{command.json,part-<NNNNNN>.jsonl} until all parts are there; then FILE and
+FILE.command.json. A part holds the predictions of some successive batches. Which ones depends on
+the data and the batch alone, so any ranks can go on where others were killed.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import OutputError, UsageError
+from ..rundir import untrusted
+from ..rundir.claim import differences
+from ..rundir.files import draft_of, write_atomically
+from ..rundir.jsonl import dump
+
+VERSION = 1
+MOST_PARTS = 1024
+"""A kill costs each rank a thousandth of all work at most, and no folder has too many files."""
+COMMAND = "command.json"
+BLOCK_BYTES = 1 << 20
+VISIBLE_S = 60.0
+"""How long a network file system may take to show a file that another node has written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """How samples are cut into batches, and batches put together in parts."""
+
+    samples: int
+    """How many samples there are."""
+    batch: int
+    """Samples of a batch; the last one may have fewer."""
+
+    @property
+    def batches(self) -> int:
+        """How many batches there are."""
+        return -(-self.samples // self.batch)
+
+    @property
+    def batches_per_part(self) -> int:
+        """How many batches a part has; the last one may have fewer."""
+        return max(-(-self.batches // MOST_PARTS), 1)
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return -(-self.batches // self.batches_per_part)
+
+    def batches_of(self, part: int) -> range:
+        """Number the batches of a part."""
+        first = part * self.batches_per_part
+        return range(first, min(first + self.batches_per_part, self.batches))
+
+    def samples_of(self, batches: range) -> range:
+        """Number the samples of successive batches.
+
+        >>> Partition(samples=10, batch=4).samples_of(range(1, 3))
+        range(4, 10)
+        """
+        return range(batches.start * self.batch, min(batches.stop * self.batch, self.samples))
+
+
+class PredictionFile:
+    """A file of predictions in the making."""
+
+    def __init__(self, path: Path, partition: Partition, command: Mapping[str, object]) -> None:
+        """Describe the file; `command` is all that decides on its bytes, as JSON can hold it."""
+        self.path, self.partition = path, partition
+        self.folder = Path(f"{path}.parts")
+        self._record_path = Path(f"{path}.{COMMAND}")
+        self._command = {"version": VERSION, **command}
+
+    def begin(self) -> list[int] | None:
+        """Return the parts that are still to be made, or None if the file is there already.
+
+        Raises:
+            UsageError: another file is there, or parts of another command, or nothing can be
+                written there.
+        """
+        path, folder = self.path, self.folder
+        try:
+            if path.is_dir():
+                raise UsageError(f"--predict {path}: is a directory; name a file in it")
+            if os.path.lexists(path):
+                self._check_finished()
+                return None
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.is_symlink():
+                raise untrusted.Refused(folder, "is a link, which is not followed")
+            folder.mkdir(exist_ok=True)
+            self._check_command()
+            for draft in folder.glob(".*.tmp"):
+                draft.unlink(missing_ok=True)
+            return [part for part in range(self.partition.parts) if not self._is_whole(part)]
+        except OSError as error:
+            where = error.filename or folder
+            raise UsageError(f"--predict {path}: {where}: {error.strerror}") from error
+
+    def write(self, part: int, lines: Iterable[str]) -> None:
+        """Write a part atomically.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        try:
+            write_atomically(self._part(part), "".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def join(self) -> None:
+        """Put all parts together, in their order, and remove them.
+
+        Raises:
+            OutputError: a part is missing, or the file cannot be written.
+        """
+        try:
+            # In the folder, so that what a kill leaves of it is removed along with it.
+            draft = draft_of(self.folder / "joined")
+            digest, count = hashlib.sha256(), 0
+            with draft.open("wb") as file:
+                for block in self._blocks():
+                    digest.update(block)
+                    count += file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+            proof = {"bytes": count, "sha256": digest.hexdigest()}
+            record = {**self._command, "output": proof}
+            write_atomically(self._record_path, dump(record, indent=2) + "\n")
+            if os.path.lexists(self.path):
+                raise OutputError(f"{self.path} has been made by another process meanwhile")
+            draft.replace(self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        # It is whole now, whatever becomes of the parts.
+        with suppress(OSError):
+            shutil.rmtree(self.folder)
+
+    def _part(self, part: int) -> Path:
+        return self.folder / f"part-{part:06d}.jsonl"
+
+    def _check_finished(self) -> None:
+        """Refuse a file that is not this command's own result."""
+        try:
+            record = untrusted.read_object(self._record_path)
+            proof = untrusted.mapping(record.pop("output", None))
+        except (OSError, ValueError):
+            why = f"no {self._record_path.name} beside it shows that this command has written it"
+            raise self._refused(f"the file exists, and {why}") from None
+        if lines := differences(record, self._command):
+            text = "the file exists, and is the result of another command"
+            raise self._refused(text, lines)
+        with os.fdopen(untrusted.open_file(self.path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            same = size == proof.get("bytes")
+            same = same and hashlib.file_digest(file, "sha256").hexdigest() == proof.get("sha256")
+        if not same:
+            raise self._refused("the file exists, and has been changed since it was written")
+        # A kill may have come before they were removed.
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _refused(self, text: str, lines: Iterable[str] = ()) -> UsageError:
+        return UsageError(
+            f"--predict {self.path}: {text}; name another file, or remove this one"
+            + "".join(f"\n  {line}" for line in lines)
+        )
+
+    def _check_command(self) -> None:
+        """Refuse parts that another command has made; note whose the parts will be."""
+        try:
+            there = untrusted.read_object(self.folder / COMMAND)
+        except FileNotFoundError:
+            if next(self.folder.glob("part-*"), None):
+                raise UsageError(
+                    f"--predict {self.path}: {self.folder} has no {COMMAND}, so nothing says whose "
+                    "parts these are; remove it to begin anew"
+                ) from None
+            write_atomically(self.folder / COMMAND, dump(self._command, indent=2) + "\n")
+            return
+        except ValueError as error:
+            raise UsageError(
+                f"--predict {self.path}: {self.folder / COMMAND} is damaged ({error}); remove "
+                f"{self.folder} to begin anew"
+            ) from None
+        if lines := differences(there, self._command):
+            raise UsageError(
+                f"--predict {self.path}: {self.folder} holds parts of another command, which do "
+                "not go with this one's; give that command again to go on with them, or remove "
+                f"{self.folder} to begin anew:\n" + "\n".join(f"  {line}" for line in lines)
+            )
+
+    def _is_whole(self, part: int) -> bool:
+        """Whether a part is there with a line for each of its samples."""
+        samples = self.partition.samples_of(self.partition.batches_of(part))
+        try:
+            with os.fdopen(untrusted.open_file(self._part(part)), "rb") as file:
+                count, line = 0, b""
+                for line in file:  # noqa: B007  # the last one is looked at
+                    count += 1
+            last = untrusted.json_object(line)
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            return False
+        return count == len(samples) and last.get("index") == samples[-1]
+
+    def _blocks(self) -> Iterator[bytes]:
+        for part in range(self.partition.parts):
+            with os.fdopen(self._open(self._part(part)), "rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    yield block
+
+    def _open(self, path: Path) -> int:
+        until_s = time.monotonic() + VISIBLE_S
+        while True:
+            try:
+                return untrusted.open_file(path)
+            except FileNotFoundError:
+                if time.monotonic() > until_s or not self.folder.is_dir():
+                    raise
+                time.sleep(0.5)
+
+    def _unwritable(self, error: OSError) -> OutputError:
+        return OutputError(
+            f"cannot write {self.path}: {error.filename or self.folder}: {error.strerror}; "
+            f"finished parts stay in {self.folder}: start again to go on when this is mended"
+        )

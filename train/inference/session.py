@@ -1,0 +1,232 @@
+"""One use of a trained model: connect, load a checkpoint, evaluate or predict, report.
+
+It takes no claim and records nothing: the run may go on meanwhile, and its directory may be
+read-only. A stop may come at any moment, since nothing is lost by it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from .. import parallel, tasks
+from ..cli.config import Config
+from ..data.loader import resident, source_of
+from ..data.order import Batch, Source
+from ..errors import EXIT_DONE, UsageError
+from ..failure.record import report
+from ..model.evaluation import batch_size, measure
+from ..model.trees import tensors_of
+from ..parallel.base import Parts, Strategy
+from ..parallel.consistency import check_data
+from ..parallel.pipeline import split
+from ..rundir.console import Console, figures
+from ..runtime.process_group import Channel, RankGroup, open_group
+from ..runtime.rank import RankInfo
+from ..runtime.signals import StopRequest
+from ..tasks.base import Task
+from . import checkpoint, rows
+from .checkpoint import LoadedCheckpoint
+from .parts import Partition, PredictionFile
+
+PREDICTED = 64
+"""Samples of a forward pass of --predict, unless their number was given."""
+PROGRESS_S = 10.0
+"""Seconds between two lines about the progress."""
+
+
+def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Console) -> int:
+    """Evaluate or predict as configured and return the exit status; a failure has been reported.
+
+    Raises:
+        UsageError: there is no checkpoint, it does not fit, or the file cannot be written.
+    """
+    hint = "" if config.predict is None else " to go on with the parts that are there"
+    stop.leave_by(lambda name: console.complain(f"stopped by {name}; start again{hint}"))
+    task: Task | None = None
+    try:
+        task = tasks.load(config.task)
+        with open_group(rank_info, config) as group:
+            if group.device.type == "cpu" and (config.predict or config.reduce == "exact"):
+                # More threads cut sums in other pieces, and a single process may use more than a
+                # rank of several does.
+                torch.set_num_threads(1)
+            test = resident(
+                source_of(task.test(), workers=config.workers, task=task.name),
+                group.device,
+                task=task.name,
+            )
+            check_data(test, test, group, task=task.name)
+            strategy = prepare(config, task, group, test)
+            identity = {"task": config.task, **task.identity()}
+            loaded = checkpoint.load(strategy, group, identity, console)
+            if config.predict is None:
+                evaluate(config, strategy, test, loaded, console)
+            else:
+                predict(config, config.predict, strategy, test, loaded, console)
+            return EXIT_DONE
+    except UsageError:
+        raise
+    # A task that calls sys.exit() must not look as if all were done.
+    except (Exception, SystemExit) as error:
+        return report(error, rank_info, task)
+
+
+def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strategy:
+    """Arrange the model on the ranks, still without its weights.
+
+    Raises:
+        UsageError: the model cannot be split by the layout.
+    """
+    layout = config.layout_on(group.rank_info)
+    if layout.pp > 1:
+        try:
+            split.check(config, layout)
+        except UsageError:
+            # The batches of a training that had no stages.
+            stages = split.stage_count(config.pp_schedule, layout.pp)
+            batch = 2 * stages * layout.shards
+            config = dataclasses.replace(config, global_batch=batch, micro_batch=1, compile=False)
+    parts = Parts(task=task, config=config, layout=layout, group=group)
+    strategy = parallel.build(config.strategy_on(group.rank_info), parts, trains=False)
+    strategy.verify()
+    strategy.warm_up(test.take(torch.arange(min(len(test), 1))))
+    return strategy
+
+
+def evaluate(
+    config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, console: Console
+) -> None:
+    """Measure on the whole test set, and print the metrics."""
+    group, task = strategy.parts.group, strategy.task
+    batch = batch_size(config, strategy)
+    metrics = measure(task, strategy, group, test, batch=batch)
+    if config.json:
+        record = {"step": loaded.step, "checkpoint": str(loaded.path), "samples": len(test)}
+        console.say(json.dumps({**record, "metrics": metrics}, indent=2))
+        return
+    console.say(
+        f"{config.task}, step {loaded.step}: {figures(metrics)} · {len(test)} samples · checkpoint "
+        f"{loaded.path}"
+    )
+
+
+def predict(
+    config: Config,
+    path: Path,
+    strategy: Strategy,
+    test: Source,
+    loaded: LoadedCheckpoint,
+    console: Console,
+) -> None:
+    """Write the predictions for all test samples, in their order.
+
+    Raises:
+        UsageError: on all ranks; another file is there, or parts of another command.
+        OutputError: something cannot be written.
+    """
+    group, task = strategy.parts.group, strategy.task
+    batch = config.eval_batch or config.micro_batch or PREDICTED
+    partition = Partition(samples=len(test), batch=batch)
+    file = PredictionFile(path, partition, command_of(config, task, strategy, test, loaded, batch))
+    missing = _begin(file, group)
+    if missing is None:
+        console.say(f"{path} is the result of this command already")
+        return
+    if not Channel(group, timeout_s=config.timeout_s).sees_one(file.folder):
+        raise UsageError(
+            f"--predict {path}: not all ranks see {file.folder}; name a file in a directory that "
+            "all nodes share"
+        )
+    console.say(
+        f"{config.task}: predicting {len(test)} samples in batches of {batch} by the checkpoint "
+        f"{loaded.path}"
+    )
+    if len(missing) < partition.parts:
+        there = partition.parts - len(missing)
+        console.say(f"going on: {there} of {partition.parts} parts are there")
+    plan = list(rows.passes(partition, missing, shard=strategy.shard, shards=strategy.shards))
+    lines: list[str] = []
+    reported = time.monotonic()
+    for number, (one, some) in enumerate(
+        rows.predict(task, strategy, test, plan, seed=config.seed), start=1
+    ):
+        if some is None:
+            continue
+        lines += some
+        if one.ends:
+            file.write(one.part, lines)
+            lines = []
+        if (now := time.monotonic()) - reported > PROGRESS_S:
+            console.say(f"{number / len(plan):.0%} of this start's batches are done")
+            reported = now
+    # All parts are written then.
+    group.gather(None)
+    group.on_rank_0(file.join)
+    console.say(f"done: {len(test)} predictions in {path}")
+
+
+def _begin(file: PredictionFile, group: RankGroup) -> list[int] | None:
+    """Have rank 0 look at what is there; all ranks learn which parts are missing."""
+    missing: list[int] | None = None
+    problem = ""
+    if group.rank_info.rank == 0:
+        try:
+            missing = file.begin()
+        except UsageError as error:
+            problem = str(error)
+    missing, problem = group.broadcast((missing, problem))
+    if problem:
+        raise UsageError(problem)
+    return missing
+
+
+def command_of(
+    config: Config,
+    task: Task,
+    strategy: Strategy,
+    test: Source,
+    loaded: LoadedCheckpoint,
+    batch: int,
+) -> Mapping[str, object]:
+    """Return all that decides on the bytes of the predictions, as JSON can hold it.
+
+    The number of ranks is not among it, and neither are layouts that compute the same numbers.
+    """
+    layout = strategy.parts.layout
+    name, colon, _ = config.task.rpartition(":")
+    source = hashlib.sha256(Path(name).read_bytes()).hexdigest() if colon else None
+    return {
+        "step": loaded.step,
+        "manifest_sha256": loaded.manifest_sha256,
+        "task": config.task,
+        "task_sha256": source,
+        "samples": len(test),
+        "data_sha256": digest_of(test),
+        "batch": batch,
+        "seed": config.seed,
+        "device": strategy.parts.group.device.type,
+        "precision": config.precision,
+        "tf32": config.tf32,
+        "compile": config.compile,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "cp_method": config.cp_method if layout.cp > 1 else None,
+        "torch": torch.__version__,
+    }
+
+
+def digest_of(test: Source) -> str | None:
+    """Return a digest of samples in memory; None: they are read one by one."""
+    if not isinstance(test, Batch):
+        return None
+    digest = hashlib.sha256()
+    for tensor in tensors_of((test.inputs, test.targets)):
+        digest.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(flat.numpy().data)
+    return digest.hexdigest()
