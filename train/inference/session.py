@@ -6,7 +6,6 @@ read-only. A stop may come at any moment, since nothing is lost by it.
 
 import dataclasses
 import hashlib
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,14 @@ from ..cli.config import Config
 from ..data.loader import resident, source_of
 from ..data.order import Batch, Source
 from ..errors import EXIT_DONE, UsageError
-from ..failure.record import report
+from ..failure.record import report, tell_torchrun
 from ..model.evaluation import batch_size, measure
 from ..model.trees import tensors_of
 from ..parallel.base import Parts, Strategy
 from ..parallel.consistency import check_data
 from ..parallel.pipeline import split
 from ..rundir.console import Console, figures
+from ..rundir.jsonl import dump
 from ..runtime.process_group import Channel, RankGroup, open_group
 from ..runtime.rank import RankInfo
 from ..runtime.signals import StopRequest
@@ -46,7 +46,13 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
         UsageError: there is no checkpoint, it does not fit, or the file cannot be written.
     """
     hint = "" if config.predict is None else " to go on with the parts that are there"
-    stop.leave_by(lambda name: console.complain(f"stopped by {name}; start again{hint}"))
+
+    def leave(signal_name: str) -> None:
+        console.complain(f"stopped by {signal_name}; start again{hint}")
+        # torchrun also sends the signal to the ranks that are left when one has failed.
+        tell_torchrun(f"stopped by {signal_name}", echo=True)
+
+    stop.leave_by(leave)
     task: Task | None = None
     try:
         task = tasks.load(config.task)
@@ -90,7 +96,7 @@ def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strat
             # The batches of a training that had no stages.
             stages = split.stage_count(config.pp_schedule, layout.pp)
             batch = 2 * stages * layout.shards
-            config = dataclasses.replace(config, global_batch=batch, micro_batch=1, compile=False)
+            config = dataclasses.replace(config, global_batch=batch, micro_batch=1)
     parts = Parts(task=task, config=config, layout=layout, group=group)
     strategy = parallel.build(config.strategy_on(group.rank_info), parts, trains=False)
     strategy.verify()
@@ -107,7 +113,7 @@ def evaluate(
     metrics = measure(task, strategy, group, test, batch=batch)
     if config.json:
         record = {"step": loaded.step, "checkpoint": str(loaded.path), "samples": len(test)}
-        console.say(json.dumps({**record, "metrics": metrics}, indent=2))
+        console.say(dump({**record, "metrics": metrics}, indent=2))
         return
     console.say(
         f"{config.task}, step {loaded.step}: {figures(metrics)} · {len(test)} samples · checkpoint "
@@ -132,7 +138,9 @@ def predict(
     group, task = strategy.parts.group, strategy.task
     batch = config.eval_batch or config.micro_batch or PREDICTED
     partition = Partition(samples=len(test), batch=batch)
-    file = PredictionFile(path, partition, command_of(config, task, strategy, test, loaded, batch))
+    first = group.rank_info.rank == 0
+    command = command_of(config, strategy, test, loaded, batch) if first else {}
+    file = PredictionFile(path, partition, command)
     missing = _begin(file, group)
     if missing is None:
         console.say(f"{path} is the result of this command already")
@@ -155,12 +163,11 @@ def predict(
     for number, (one, some) in enumerate(
         rows.predict(task, strategy, test, plan, seed=config.seed), start=1
     ):
-        if some is None:
-            continue
-        lines += some
-        if one.ends:
-            file.write(one.part, lines)
-            lines = []
+        if some is not None:
+            lines += some
+            if one.ends:
+                file.write(one.part, lines)
+                lines = []
         if (now := time.monotonic()) - reported > PROGRESS_S:
             console.say(f"{number / len(plan):.0%} of this start's batches are done")
             reported = now
@@ -186,12 +193,7 @@ def _begin(file: PredictionFile, group: RankGroup) -> list[int] | None:
 
 
 def command_of(
-    config: Config,
-    task: Task,
-    strategy: Strategy,
-    test: Source,
-    loaded: LoadedCheckpoint,
-    batch: int,
+    config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, batch: int
 ) -> Mapping[str, object]:
     """Return all that decides on the bytes of the predictions, as JSON can hold it.
 

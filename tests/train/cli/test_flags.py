@@ -134,6 +134,33 @@ def test_a_mistake_is_named_with_the_way_out(argv: list[str], message: str) -> N
     assert problems(*argv) == [message]
 
 
+def test_the_uses_of_a_trained_model_exclude_each_other_and_a_dry_run() -> None:
+    assert problems("--evaluate-only", "--predict=x") == [
+        "--evaluate-only and --predict are two uses of a model: give one of them"
+    ]
+    assert problems("--predict=x", "--dry-run") == [
+        "--predict does not go with --dry-run, which loads no model: leave out one"
+    ]
+    assert problems("--checkpoint=3") == [
+        "--checkpoint 3 belongs to --evaluate-only or --predict, and would be ignored here: leave "
+        "it out"
+    ]
+    assert problems("--predict=x", "--json") == [
+        "--json belongs to --dry-run or --evaluate-only, and would be ignored here: leave it out"
+    ]
+    assert problems("--predict=") == ["--predict needs a value"]
+
+
+def test_a_trained_model_is_used_with_the_flags_of_the_training_on_any_ranks() -> None:
+    training = ("--steps=7", "--export=w.st", "--profile=2:3", "--global-batch=2")
+    for use in (("--evaluate-only", "--json", "--checkpoint=4"), ("--predict=x",)):
+        assert not trains(use)
+        assert accepted(*use, *training, rank_info=ranks(3)).infers
+        accepted(*use, *training, "--pp=3", rank_info=ranks(3))
+        accepted(*use, *training, "--reduce=exact", rank_info=ranks(3))
+    assert trains(training)
+
+
 def test_all_mistakes_are_named_at_once() -> None:
     assert problems("--epoch=3", "--lr=fast", "--steps=0", "--no-such", "x") == [
         "unknown flag '--epoch'; did you mean '--epochs'?",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
@@ -30,8 +31,8 @@ def page() -> list[str]:
 def file(tmp_path: Path, page: list[str]) -> Path:
     """The page's task as a file, with what the page adds later."""
     path = tmp_path / "my_task.py"
-    main, identity, shared = page
-    path.write_text(f"{main}\n{identity}\n\n{shared}")
+    main, predictions, identity, shared = page
+    path.write_text(f"{main}\n{predictions}\n{identity}\n\n{shared}")
     return path
 
 
@@ -43,6 +44,12 @@ def test_the_page_runs_on_two_ranks_and_learns(start: Start, tmp_path: Path, fil
     run = start.ranks(2, *flags, run_dir=tmp_path / flags[flags.index("--run-dir") + 1]).finish()
     # Always guessing the mean is off by 0.88.
     assert run.outcome()["metrics"]["test_mean_error"] < 0.65
+    use = ["--task", flags[1], "--predict", "predictions.jsonl"]
+    start.ranks(2, *use, run_dir=run.run_dir).finish()
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    assert [list(json.loads(line)) for line in lines] == [
+        ["index", "progress", "target", "advice"]
+    ] * 100
 
 
 @pytest.mark.slow
