@@ -67,7 +67,8 @@ class Config:
     micro_batch: Count | None = None
     """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share)."""
     eval_batch: Count | None = None
-    """Samples per forward pass of a rank in evaluations (default: as many as in training)."""
+    """Samples per forward pass of a rank in evaluations (default: as many as in training), and with
+    predict (default: --micro-batch, or 64)."""
     seed: Natural = 0
     """Fixes initial weights, order of the data and every random number."""
     sampling: Literal["uniform", "balanced"] = "uniform"

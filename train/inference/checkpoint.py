@@ -137,8 +137,8 @@ def _check_task(state: State, identity: Mapping[str, object], config: Config, pa
     if lines := claim.differences(there, identity):
         task = untrusted.printable(str(there.get("task")))
         raise UsageError(
-            f"checkpoint {path} is of another task: give that one, or, if it has the same model, "
-            f"add --adopt {task}:\n" + "\n".join(f"  {line}" for line in lines)
+            f"checkpoint {path} is of another task: give its --task, or, if this one has the same "
+            f"model, add --adopt {task}:\n" + "\n".join(f"  {line}" for line in lines)
         )
 
 

@@ -23,16 +23,16 @@ INDEX = "index"
 class Pass:
     """A forward pass of this rank."""
 
-    part: int
-    """The part that it belongs to."""
+    part: int | None
+    """The part that this rank is making; None: there are fewer than ranks."""
     batch: int
     """The number of its batch."""
     samples: range
     """The numbers of its samples."""
     counts: bool
     """Whether its outputs are wanted: other ranks may still have batches when this one has none."""
-    ends: bool
-    """Whether the part is complete then."""
+    closes: bool
+    """Whether the parts of all ranks are complete then."""
 
 
 def passes(
@@ -47,20 +47,18 @@ def passes(
     for start in range(0, len(missing), shards):
         together = missing[start : start + shards]
         mine = together[shard] if shard < len(together) else None
-        # Of the last part there may be fewer.
-        longest = max(len(partition.batches_of(part)) for part in together)
         batches = range(0) if mine is None else partition.batches_of(mine)
+        # The last part may have fewer.
+        longest = max(len(partition.batches_of(part)) for part in together)
         for number in range(longest):
-            if mine is None or number >= len(batches):
-                yield Pass(part=-1, batch=0, samples=range(1), counts=False, ends=False)
-                continue
-            batch = batches[number]
+            counts = number < len(batches)
+            batch = batches[number] if counts else 0
             yield Pass(
                 part=mine,
                 batch=batch,
-                samples=partition.samples_of(range(batch, batch + 1)),
-                counts=True,
-                ends=number == len(batches) - 1,
+                samples=partition.samples_of(range(batch, batch + 1)) if counts else range(1),
+                counts=counts,
+                closes=number == longest - 1,
             )
 
 

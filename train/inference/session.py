@@ -16,7 +16,7 @@ from .. import parallel, tasks
 from ..cli.config import Config
 from ..data.loader import resident, source_of
 from ..data.order import Batch, Source
-from ..errors import EXIT_DONE, UsageError
+from ..errors import EXIT_DONE, OutputError, UsageError
 from ..failure.record import report, tell_torchrun
 from ..model.evaluation import batch_size, measure
 from ..model.trees import tensors_of
@@ -163,16 +163,14 @@ def predict(
     for number, (one, some) in enumerate(
         rows.predict(task, strategy, test, plan, seed=config.seed), start=1
     ):
-        if some is not None:
-            lines += some
-            if one.ends:
-                file.write(one.part, lines)
-                lines = []
+        lines += some or []
+        if not one.closes:
+            continue
+        _write(file, one.part, lines, group)
+        lines = []
         if (now := time.monotonic()) - reported > PROGRESS_S:
             console.say(f"{number / len(plan):.0%} of this start's batches are done")
             reported = now
-    # All parts are written then.
-    group.gather(None)
     group.on_rank_0(file.join)
     console.say(f"done: {len(test)} predictions in {path}")
 
@@ -190,6 +188,18 @@ def _begin(file: PredictionFile, group: RankGroup) -> list[int] | None:
     if problem:
         raise UsageError(problem)
     return missing
+
+
+def _write(file: PredictionFile, part: int | None, lines: list[str], group: RankGroup) -> None:
+    """Write this rank's part, and agree that all ranks could: so none of them waits for long."""
+    problem = ""
+    if part is not None and lines:
+        try:
+            file.write(part, lines)
+        except OutputError as error:
+            problem = str(error)
+    if problems := [text for text in group.gather(problem) if text]:
+        raise OutputError(problems[0])
 
 
 def command_of(

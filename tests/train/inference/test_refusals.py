@@ -156,8 +156,8 @@ def test_a_checkpoint_of_another_task_is_refused_unless_that_task_is_named(
 ) -> None:
     path = Position(attempt=0, step=STEPS[-1]).path(trained)
     assert refused(trained, task=f"{others}:Half") == (
-        f"checkpoint {path} is of another task: give that one, or, if it has the same model, add "
-        f"--adopt digits:\n  task: 'digits' there, '{others}:Half' here"
+        f"checkpoint {path} is of another task: give its --task, or, if this one has the same "
+        f"model, add --adopt digits:\n  task: 'digits' there, '{others}:Half' here"
     )
     file = tmp_path / "file"
     assert used(trained, task=f"{others}:Half", adopt="digits", predict=file) == 0
