@@ -27,7 +27,7 @@ class Trap:
     def script(self, form: str) -> Path:
         """Return the one script of a form that the section links to."""
         (name,) = re.findall(_FORM.format(form=form), self.text)
-        return LEARN / name
+        return LEARN / str(name)
 
     @property
     def rules(self) -> list[str]:

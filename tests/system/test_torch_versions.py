@@ -25,10 +25,10 @@ time.sleep(100)
 @pytest.fixture(scope="module", params=["2.0.1", "2.4.1", "2.8.0"])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with this version of torch and the toolkit."""
-    folder = tmp_path_factory.mktemp("torch") / request.param
+    folder = tmp_path_factory.mktemp("torch") / str(request.param)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     numpy = "numpy<2" if request.param < "2.3" else "numpy"
-    pip = [folder / "bin/pip", "install", "-q", "--no-cache-dir"]
+    pip = [str(folder / "bin/pip"), "install", "-q", "--no-cache-dir"]
     subprocess.run([*pip, f"torch=={request.param}", numpy], check=True)
     subprocess.run([*pip, str(ROOT)], check=True)
     return folder / "bin"
@@ -39,9 +39,15 @@ def test_a_new_project_trains_resumes_and_names_a_failure(programs: Path, tmp_pa
     environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
     def toolkit(*argv: str) -> "subprocess.CompletedProcess[str]":
-        command = [programs / "toolkit", *argv]
+        command = [str(programs / "toolkit"), *argv]
         return subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+            command,
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
 
     assert toolkit("new", ".").returncode == 0

@@ -10,4 +10,5 @@ sampler = DistributedSampler(data)
 sampler.set_epoch(0)
 loader = DataLoader(data, batch_size=2, sampler=sampler)
 print(f"rank {rank}:", [batch.tolist() for batch in loader])
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

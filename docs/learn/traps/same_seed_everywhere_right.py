@@ -10,4 +10,5 @@ torch.manual_seed(1000 + rank)  # after the weights
 noise = torch.randn(3)  # what an augmentation draws
 dropped = model[1](torch.ones(6)).tolist()
 print(f"rank {rank}: noise {[round(value, 2) for value in noise.tolist()]}, dropout {dropped}")
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

@@ -9,4 +9,5 @@ model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
 noise = torch.randn(3)  # what an augmentation draws
 dropped = model[1](torch.ones(6)).tolist()
 print(f"rank {rank}: noise {[round(value, 2) for value in noise.tolist()]}, dropout {dropped}")
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

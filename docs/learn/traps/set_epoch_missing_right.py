@@ -10,4 +10,5 @@ for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in loader:
         print(f"rank {rank}, epoch {epoch}: {batch.tolist()}")
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

@@ -9,4 +9,5 @@ loader = DataLoader(data, batch_size=4, sampler=sampler)
 for epoch in range(2):
     for batch in loader:
         print(f"rank {rank}, epoch {epoch}: {batch.tolist()}")
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

@@ -18,4 +18,5 @@ common = torch.Generator().manual_seed(0)  # the same on all ranks
 sampler = WeightedShare(weights, num_samples=8, generator=common)
 loader = DataLoader(range(8), batch_size=4, sampler=sampler)
 print(f"rank {rank}:", [batch.tolist() for batch in loader])
+dist.barrier()  # nobody leaves while another rank still connects
 dist.destroy_process_group()

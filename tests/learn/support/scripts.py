@@ -132,11 +132,21 @@ def _rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        # A rank whose script exchanges nothing may end while another one still connects.
-        "TORCH_DIST_INIT_BARRIER": "1",
     }
     import torch
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d
 
+    destroy = dist.destroy_process_group
+
+    def destroy_and_keep(group: dist.ProcessGroup | None = None) -> None:
+        # torch 2.13 can wait for ever when a group is freed: the destructor holds Python's lock,
+        # and gloo's thread wants it, to free the tensors of the last exchange.
+        kept.extend(distributed_c10d._world.pg_map)
+        destroy(group)
+
+    kept: list[object] = []
+    dist.destroy_process_group = destroy_and_keep
     torch.set_num_threads(1)
     os.chdir(folder)
     warnings.simplefilter("default")
@@ -154,7 +164,6 @@ def _rank(
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    # torch 2.13 can wait for ever when the last DDP of a process group is deleted: the destructor
-    # holds Python's lock, and gloo's thread wants it. So nothing is deleted.
+    # Nothing is freed, for the same reason.
     assert names
     os._exit(0)
