@@ -30,11 +30,10 @@ def network() -> nn.Module:
 
 def main(epochs: int, batch: int) -> None:
     """Train, and write a checkpoint after each epoch."""
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)  # or every rank also takes memory of the first GPU
-    dist.init_process_group("nccl" if gpu else "gloo")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" means this one from here on
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if batch % ranks:
         raise SystemExit(f"--batch {batch} is not a multiple of the {ranks} ranks")
@@ -62,6 +61,7 @@ def main(epochs: int, batch: int) -> None:
             CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
             torch.save({**state, "epochs": epoch + 1}, draft := CHECKPOINT.with_suffix(".draft"))
             draft.replace(CHECKPOINT)  # a kill leaves the old one or the new one, never a half
+    del model  # before its process group
     dist.destroy_process_group()
 
 

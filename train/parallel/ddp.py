@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,6 +44,7 @@ class DataParallel(WholeModel):
             gradient_as_bucket_view=True,
             # Running statistics are averaged instead, see batchnorm.py.
             forward_sync_buffers=False,
+            bucket_cap_mb=_bucket_cap_mb(parts, self.model),
         )
         # Compress the gradients that are exchanged: half the bytes, or factors of low rank.
         match parts.config.comm_hook:
@@ -269,3 +270,17 @@ def _top_to_bottom(table: Tensor) -> Tensor:
     for row in table[1:]:
         total += row
     return total
+
+
+def _bucket_cap_mb(parts: Parts, model: nn.Module) -> int | None:
+    """Return how large a bucket of gradients may be, in MiB; None leaves it to DDP.
+
+    The exchanges of PowerSGD follow one another. With several buckets and a backend other than
+    NCCL, the second one of a bucket and the first one of the next come in any order, another one on
+    each rank, and gloo aborts with "collective mismatch". So all gradients are one bucket there.
+    """
+    nccl = parts.group.device.type == "cuda" and parts.config.backend in ("auto", "nccl")
+    if parts.config.comm_hook != "powersgd" or nccl:
+        return None
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    return size // 2**20 + 1

@@ -21,6 +21,9 @@ from train.loop import Trainer
 from train.model.gradients import total_norm
 from train.model.prepare import prepare
 
+WIDE = Path(__file__).parents[1] / "support/wide.py"
+"""Its gradients fill several of DDP's buckets."""
+
 MESHES: dict[str, dict[str, Any]] = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "fsdp x tp": {"dp_shard": 2, "tp": 2},
@@ -211,6 +214,20 @@ def test_compressed_gradients_learn(tmp_path: Path) -> None:
     assert first["fp16"] == pytest.approx(first["none"], rel=0.02)
     assert first["powersgd"] == pytest.approx(first["none"], rel=0.5)
     assert len(set(first.values())) == 3
+
+
+def compressed_in_buckets(rank: int, folder: Path) -> tuple[int, int]:
+    """Return how many steps were made with PowerSGD, and how many buckets DDP has."""
+    chosen = {"strategy": "ddp", "comm_hook": "powersgd", "optimizer": "sgd"}
+    trainer = trainer_for(rank, 2, folder, task=f"{WIDE}:Wide", **chosen)
+    for _ in range(30):
+        trainer.train_step()
+    facts = trainer.strategy.run._get_ddp_logging_data()  # type: ignore[attr-defined]
+    return trainer.progress.step, len(facts["rebuilt_bucket_sizes"].split(","))
+
+
+def test_exchanges_of_powersgd_do_not_meet_out_of_order(tmp_path: Path) -> None:
+    assert on_ranks(2, compressed_in_buckets, tmp_path) == [(30, 1)] * 2
 
 
 # In one start of the ranks: what the ladder does not climb.
