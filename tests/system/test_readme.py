@@ -92,7 +92,8 @@ def test_the_readme_python_runs(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_every_link_of_the_documents_leads_somewhere() -> None:
     for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "slurm/sandbox/README.md"]:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path}: {target}"
 
