@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.learn.support.page import pages
-from tests.learn.support.scripts import call
+from tests.learn.support.runner import call
 from tests.learn.test_learn_pages import differences
 
 PAIR = re.compile(r"^```bash\n(python -m train[^\n]*)\n```\n\n```text\n(.*?)^```$", re.M | re.S)

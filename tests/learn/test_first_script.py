@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.learn.support.page import pages
-from tests.learn.support.scripts import BIN, PATIENCE_S
+from tests.learn.support.runner import BIN, PATIENCE_S
 
 PAGE = pages()["first-script"]
 LAST_LINE = "epoch 6 step 144 loss 0.3738"

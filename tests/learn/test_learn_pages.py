@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.figures.figure import FIGURES, Figure, figures
 from tests.learn.support.page import Page, pages
-from tests.learn.support.scripts import Result, call
+from tests.learn.support.runner import Result, call
 
 PAGES = pages()
 SESSIONS = [(name, line) for name, page in PAGES.items() for line in page.sessions()]

@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.learn.support.page import pages
-from tests.learn.support.scripts import BIN, PATIENCE_S, call
+from tests.learn.support.runner import BIN, PATIENCE_S, call
 
 PAGE = pages()["checkpoints"]
 

@@ -1,6 +1,8 @@
 """A batch script without restarts: it is short, and keeps its promises."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -34,6 +36,30 @@ def test_the_story_is_a_page_and_a_script_without_restarts_two(changes: tuple[st
     assert len(story.splitlines()) <= 70
     if changes:
         assert len(script.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("changes", [(), ONCE], ids=["restarted", "once"])
+def test_the_watcher_of_a_killed_script_ends(
+    changes: tuple[str, ...], tmp_path: Path, until: Until
+) -> None:
+    """Slurm ends it where it has cgroups, but not where it tracks processes by their parents."""
+    (watch,) = re.findall(r"^watch_step\(\) \{.*?^\}\n", digits(*changes), re.MULTILINE | re.DOTALL)
+    nothing = "is_removed() { false; }; restarted_node() { false; }; tell_stalls() { :; }\n"
+    program = f"{watch}{nothing}_logs=$1 _step=none\nwatch_step <> <(:) &\necho $!\nwait\n"
+    argv = ["bash", "-c", program, "script", str(tmp_path)]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
+        assert script.stdout is not None
+        watcher = Path("/proc", script.stdout.readline().strip())
+        try:
+            assert watcher.exists()
+            script.kill()
+            script.wait()
+            until(lambda: not watcher.exists(), "the watcher has ended")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
 
 
 class Once:

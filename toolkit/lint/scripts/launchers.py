@@ -16,7 +16,7 @@ class Launcher:
     grammar: Grammar = TORCHRUN
 
     def flag(self, name: str) -> str:
-        """Return what it calls one of torchrun's options."""
+        """Return the launcher's option for an option of torchrun, with its dashes."""
         for written, known in self.grammar.others.items():
             if known == name:
                 return f"--{written.replace('-', '_')}"

@@ -25,7 +25,7 @@ _SHELL = re.compile(r"#!\s*(/usr/bin/env\s+(-S\s*)?)?\S*\b(bash|sh|dash|zsh|ksh)
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is known of the site that a script is for."""
+    """The facts of a site that rules for scripts depend on."""
 
     slurm: tuple[int, int] | None = None
     """Slurm's version, like `(23, 2)`; None if it is unknown."""

@@ -164,7 +164,7 @@ class _Checker:
     def __init__(self, schemas: Schemas, author: str) -> None:
         self.definitions = schemas.definitions
         self.author = author
-        """What has no such field, in words."""
+        """The kind and its API, as messages name them: `Job of Kubernetes 1.37`."""
 
     def value(self, view: View, schema: _Schema) -> _Mismatches:
         value = view.value
@@ -352,7 +352,7 @@ _AUTHORS = {
 
 
 def _author(manifest: Manifest) -> str:
-    """Return whose API a kind is, in words."""
+    """Return the kind and its API, as messages name them."""
     return f"{manifest.kind} of {_AUTHORS.get(manifest.group, 'Kubernetes 1.37')}"
 
 

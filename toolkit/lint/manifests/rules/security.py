@@ -39,7 +39,7 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
             continue
         for at, what, fix in refused:
             yield Violation(at, f"Pod Security {level!r} refuses {what}", fix=fix)
-    if assumed:  # nobody knows the level: once for the file
+    if assumed:  # the namespace's level is unknown: one finding for the file
         kinds = list(dict.fromkeys(what for _, what in assumed))
         more = f"; and {len(kinds) - _MOST_SHOWN} more" if len(kinds) > _MOST_SHOWN else ""
         listed = "; ".join(kinds[:_MOST_SHOWN])
