@@ -56,10 +56,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_meant(path: Path) -> bool:
     suffix = path.suffix
+    if suffix not in (*_BATCH, ".sh", "", ".py", *_YAML) or not path.is_file():
+        return False  # a pipe or a device, which may never end, too
     if suffix in _BATCH:
         return True
-    if suffix not in (".sh", "", ".py", *_YAML) or not path.is_file():
-        return False
     try:
         text = read_text(path)
     except InputError:

@@ -384,6 +384,7 @@ def test_of_a_folder_the_files_for_it_are_taken(run: Run, tmp_path: Path) -> Non
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    os.mkfifo(tmp_path / "jobs/pipe.sbatch")  # nobody would ever write into it
     taken = [str(path.relative_to(tmp_path)) for path in files_to_check(tmp_path)]
     meant = ["a.sbatch", "jobs/job.yaml", "jobs/run.sh", "jobs/start", "k8s/service.yaml"]
     assert taken == [*meant, "src/train.py"]
