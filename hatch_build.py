@@ -1,9 +1,14 @@
-"""What the wheel holds beside `toolkit`, and where; an editable installation needs none of it."""
+"""What the wheel holds beside `toolkit`, and where its page on an index leads to.
 
+An editable installation needs none of it.
+"""
+
+import re
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 MODULES = ("*.py", "*.typed")
 FOLDERS = {
@@ -32,3 +37,45 @@ class WheelFiles(BuildHookInterface[Any]):
                     included[str(path)] = f"{place}/{path.relative_to(root / folder)}"
         pth = "toolkit_train.pth"
         included[str(root / "distribution" / pth)] = pth
+
+
+class PageOnAnIndex(MetadataHookInterface):
+    """Adds README.md, with links that also work where no other file of the project is, and URLs.
+
+    `repository` in pyproject.toml is the address of the project's pages on GitHub or GitLab, from
+    which both are made. Where it is empty, there are no URLs, and links stay as they are.
+    """
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set `readme` and `urls`."""
+        root, repository = Path(self.root), str(self.config["repository"]).rstrip("/")
+        # Read, not asked for: hatchling sets what is dynamic after the hooks.
+        source = (root / "toolkit/__init__.py").read_text()
+        (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+        text = (root / "README.md").read_text()
+        if repository:
+            text = absolute_links(text, repository, f"v{version}")
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        metadata["urls"] = urls(repository, f"v{version}") if repository else {}
+
+
+def urls(repository: str, tag: str) -> dict[str, str]:
+    """Return the addresses that indexes show beside a package, by the labels that they know."""
+    return {
+        "Homepage": repository,
+        "Documentation": f"{repository}/blob/{tag}/docs/index.md",
+        "Changelog": f"{repository}/blob/{tag}/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+        "Source": repository,
+    }
+
+
+def absolute_links(markdown: str, repository: str, tag: str) -> str:
+    """Return a page of the repository's root whose links and images lead to the tag's files."""
+
+    def absolute(match: re.Match[str]) -> str:
+        image, text, path = match.groups()
+        return f"{image}[{text}]({repository}/{'raw' if image else 'blob'}/{tag}/{path})"
+
+    # `[text](path)` and `![text](path)`; an address or an anchor of the page itself stays.
+    return re.sub(r"(!?)\[([^]]*)\]\((?![a-z]+:|#)([^)]+)\)", absolute, markdown)

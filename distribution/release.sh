@@ -5,6 +5,8 @@ cd "$(dirname "$0")/.."
 bin=${BIN:-$PWD/.venv/bin}
 fail() { echo "release: $*" >&2 && exit 1; }
 [ -z "$(git status --porcelain)" ] || fail "there are changes that are in no commit; commit them, or put them aside"
+! grep -q '^repository = ""' pyproject.toml ||
+  echo "release: repository in pyproject.toml is empty: on an index, the package's page would have no addresses, and dead links" >&2
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)} # the files of the archives are as old as the commit
 export SOURCE_DATE_EPOCH
 scratch=$(mktemp -d)

@@ -341,6 +341,38 @@ def test_a_run_goes_on_under_the_other_name_with_the_same_bits(tmp_path: Path) -
 # ---- All of it
 
 
+INSTALL_PAGE = ROOT / "docs/how-to/install.md"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_install_page_work_in_an_empty_container(
+    house: Path, tmp_path: Path
+) -> None:
+    """A minimal Debian with Python and pip, without a network; here lie the wheels."""
+    if shutil.which("podman") is None:
+        pytest.skip("needs podman; CI has it")
+    commands = INSTALL_PAGE.read_text().split("```\n")[1]
+    assert len(commands.splitlines()) == 4
+    (suite,) = re.findall("(?m)^VERSION_CODENAME=(.*)$", Path("/etc/os-release").read_text())
+    base = f"localhost/debian-python:{suite}"  # of train/build-image, as are the wheels
+    (training,) = (path for path in (ROOT / ".cache/image").iterdir() if path.is_dir())
+    script = (
+        "set -eu\ncd\npython3 -m venv --without-pip venv && . venv/bin/activate\n"
+        "python3 $(echo /training/pip-*.whl)/pip install --quiet --no-index /training/pip-*.whl\n"
+        "export PIP_NO_INDEX=1 PIP_FIND_LINKS='/house /training'\n"
+        f"{commands}toolkit render job.yaml --to k8s\n"
+    )
+    argv = ["podman", "--runtime=runc", "run", "--rm", "-i", "--network=none"]
+    # podman's own limits are higher than a machine allows that is a container itself.
+    argv += ["--ulimit=nofile=4096:4096", "--ulimit=nproc=8192:8192"]
+    argv += [f"--volume={house}:/house:ro", f"--volume={training}:/training:ro", base, "sh", "-s"]
+    done = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "SUCCEEDED" in done.stdout + done.stderr
+    assert "\n#SBATCH --nodes=" in done.stdout
+    assert "\nkind: Job\n" in done.stdout
+
+
 @pytest.mark.slow
 def test_pip_installs_all_that_training_needs(
     house: Path, wheel: Path, tmp_path: Path, empty: Path
