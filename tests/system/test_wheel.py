@@ -231,6 +231,7 @@ def modules(environment: Environment, folder: Path, *names: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+NAMES = ("train", "toolkit_train")
 PROGRAM = {
     "a module": "train.py",
     "a package": "train/__main__.py",
@@ -289,12 +290,9 @@ def test_an_installed_train_of_another_package_is_found_first(
     assert stranger("python", "-m", "train", cwd=empty).stdout == "theirs\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "toolkit_train"])
-def test_a_task_of_ones_own_imports_the_name_that_runs(
-    name: str, torch_environment: Environment, empty: Path
-) -> None:
-    (empty / "mine.py").write_text(
+def write_task(folder: Path, name: str) -> list[str]:
+    """Write a task that imports the training code under a name; return the options that run it."""
+    (folder / "mine.py").write_text(
         f"import torch\nfrom {name}.data.order import Batch\n"
         f"from {name}.tasks import Classifier\n"
         "class Mine(Classifier):\n"
@@ -303,9 +301,28 @@ def test_a_task_of_ones_own_imports_the_name_that_runs(
         "        return Batch(inputs=torch.zeros(8, 2), targets=torch.zeros(8).long())\n"
         "    test = train\n"
     )
-    argv = ["--task", "mine.py:Mine", "--steps", "1", "--global-batch", "8", "--run-dir", "run"]
-    torch_environment("python", "-m", name, *argv, cwd=empty)
+    return ["--task", "mine.py:Mine", "--steps", "1", "--global-batch", "8", "--run-dir", "run"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_of_ones_own_imports_the_name_that_runs(
+    name: str, torch_environment: Environment, empty: Path
+) -> None:
+    torch_environment("python", "-m", name, *write_task(empty, name), cwd=empty)
     assert json.loads((empty / "run/outcome.json").read_text())["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("runs", "imported"), [NAMES, NAMES[::-1]])
+def test_a_task_that_imports_the_other_name_is_refused_with_the_line_to_write(
+    runs: str, imported: str, torch_environment: Environment, empty: Path
+) -> None:
+    argv = write_task(empty, imported)
+    done = torch_environment("python", "-m", runs, *argv, cwd=empty, status=2)
+    assert done.stderr.splitlines()[-1].endswith(
+        f"mine.py: Mine is no task: write `class Mine(Task):` with `from {runs}.tasks import Task`"
+    )
 
 
 @pytest.mark.slow
@@ -387,17 +404,28 @@ def test_pip_installs_all_that_training_needs(
     stranger("toolkit", "run", "job.yaml", cwd=empty / "numbers")
 
 
+def newer_pythons() -> list[Path]:
+    """Return one interpreter of each newer version on PATH, or installed beside this one."""
+    found: dict[int, Path] = {}
+    path = map(Path, os.environ["PATH"].split(os.pathsep))
+    for folder in (*path, *sorted(Path(sys.base_prefix).parent.glob("*/bin"))):
+        for program in folder.glob("python3.[0-9][0-9]"):
+            # A version manager has scripts of these names, also where it would start none.
+            if program.read_bytes()[:4] == b"\x7fELF":
+                found.setdefault(int(program.suffix[1:]), program)
+    return [found[minor] for minor in sorted(found) if minor > sys.version_info.minor]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
+@pytest.mark.parametrize(
+    "python", newer_pythons() or [None], ids=lambda python: python.name if python else "none"
+)
 def test_newer_versions_of_python_render_a_new_project(
-    version: str, wheel: Path, tmp_path: Path, empty: Path
+    python: Path | None, wheel: Path, tmp_path: Path, empty: Path
 ) -> None:
-    uv = str(Path(sys.executable).with_name("uv"))
-    asked = [uv, "python", "find", "--no-python-downloads", "--system", version]
-    there = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    if not there:
-        pytest.skip(f"there is no Python {version} here")
-    subprocess.run([there, "-m", "venv", str(tmp_path / "venv")], check=True)
+    if python is None:
+        pytest.skip("there is no newer Python here")
+    subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True)
     pip(tmp_path / "venv/bin/python", "install", "-c", CONSTRAINTS, wheel)
     stranger = Environment(folder=tmp_path / "venv", home=tmp_path)
     stranger("toolkit", "new", "my-model", cwd=empty)
