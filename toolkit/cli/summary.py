@@ -141,6 +141,7 @@ def _summary(
         _standing(run, status, environ)
         | {
             "expected_start": status.expected_start or None,
+            "place_in_queue": status.place_in_queue,
             "created": created.isoformat(timespec="seconds"),
             "run_dir": str(folder) if folder else None,
             **_metrics(folder),
@@ -224,7 +225,7 @@ def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, headline(value["summary"])
         elif key in ("progress", "ranks", "goodput") and value:
             yield key, value["summary"]
-        elif key not in ("points", "expected_start") and value not in (None, ""):
+        elif key not in ("points", "expected_start", "place_in_queue") and value not in (None, ""):
             yield key, run_directory.figures(value) if isinstance(value, dict) else str(value)
 
 

@@ -56,6 +56,10 @@ class RunStatus:
     """When the scheduler expects to start it, in the scheduler's words (local time there), or
     empty."""
 
+    place_in_queue: int | None = None
+    """Its place among the jobs that wait for the same partition; 1 is the next one. None where it
+    does not wait, or the place is unknown."""
+
 
 _STATES_OF_SWEEPS = (
     RunState.RUNNING,

@@ -14,11 +14,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.slurm.status import JobRow
+from toolkit.slurm.status import WAITS_FOR_TURN, JobRow, Place
 
 ANSWER_BYTES = 64 << 20
 """How much a command may print: squeue's rows of a hundred thousand jobs."""
@@ -59,6 +61,9 @@ _SQUEUE_ROW = re.compile(
 )
 """What people write comes last. A line that does not begin like a job belongs to the command above
 it: arguments may hold newlines."""
+
+_PLACES_FORMAT = "%A|%Q|%P|%r"
+_PLACES_ROW = re.compile(r"(\d{1,18})\|(\d{1,18})\|([^|]+)\|(.*)")
 
 _SACCT_FORMAT = "JobID,State,ExitCode,SubmitLine"
 _SACCT_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)[^|]*\|(\d+):(\d+)\|(.*)")
@@ -226,6 +231,44 @@ def _squeue(command: Command, *selection: str) -> list[JobRow]:
         elif rows and line:
             rows[-1] = rows[-1]._replace(command=f"{rows[-1].command}\n{line}")
     return rows
+
+
+def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:
+    """Return the places of pending jobs in the queues of their partitions.
+
+    Slurm itself has no such number. Counted are the jobs of a partition that squeue shows and that
+    wait for nothing but their turn, in the order in which Slurm's scheduler takes them: by priority
+    and then by id (backfill may take a small job sooner). In several partitions the best place
+    counts.
+
+    The answer has the pending jobs of all users, which is much on a large cluster: ask it seldom.
+
+    Raises:
+        LauncherError: the controller does not answer.
+    """
+    done = command(["squeue", "-h", "-a", "-t", "PENDING", "-o", _PLACES_FORMAT])
+    if done.returncode != 0:
+        raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
+    queues: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    mine: dict[str, tuple[tuple[int, int], list[str]]] = {}
+    for match in filter(None, map(_PLACES_ROW.fullmatch, done.stdout.split("\n"))):
+        job_id, priority, names, reason = match.groups()
+        if reason != "None" and not WAITS_FOR_TURN.fullmatch(reason):  # None: not looked at yet
+            continue
+        rank = (-int(priority), int(job_id))
+        partitions = names.split(",")
+        for partition in partitions:
+            queues[partition].append(rank)
+        if job_id in job_ids:
+            mine[job_id] = (rank, partitions)
+    for queue in queues.values():
+        queue.sort()
+    return {
+        job_id: min(
+            Place(bisect_left(queues[name], rank) + 1, len(queues[name]), name) for name in names
+        )
+        for job_id, (rank, names) in mine.items()
+    }
 
 
 def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | None:

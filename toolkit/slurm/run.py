@@ -148,7 +148,8 @@ class SlurmRun(Run):
                 if run_dir is not None and run_directory.is_over(run_dir):
                     return (self._by_run_dir(),)  # the pending jobs of the chain end at once
             job, row = (started or live)[0]
-            return (status_of(row, self.run_dir, after=job.after),)
+            place = snapshot.place(row)
+            return (status_of(row, self.run_dir, after=job.after, place=place),)
         if not pairs:
             return (self._forgotten(snapshot),)
         job, row = pairs[-1]

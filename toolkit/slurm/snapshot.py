@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError
+from toolkit.runs.state import RunState
 from toolkit.runs.state_dir import lock_file, state_folder
 from toolkit.slurm.commands import (
     Command,
     ask_accounting,
     ask_jobs,
     ask_mine,
+    ask_places,
     cluster_name,
     is_busy,
 )
-from toolkit.slurm.status import JobRow
+from toolkit.slurm.status import WAITS_FOR_TURN, JobRow, Place
 from toolkit.text import untrusted
 
 _VERSION = 1
@@ -43,6 +45,8 @@ _ASK_AGAIN_S = 60.0
 """How long it is believed that the accounting does not know a job; it may be late."""
 _TURN_S = 60.0
 """How long to wait for another process that is querying; squeue itself gives up sooner."""
+_PLACES_S = 60.0
+"""How old places in the queue may be; only all users' pending jobs tell them."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
 
@@ -59,7 +63,13 @@ class Snapshot:
     """All jobs of the user at one moment."""
 
     def __init__(
-        self, rows: Iterable[JobRow], *, asked: float, note: str = "", mine: bool = True
+        self,
+        rows: Iterable[JobRow],
+        *,
+        asked: float,
+        note: str = "",
+        mine: bool = True,
+        places: Callable[[], Mapping[str, Place]] = dict,
     ) -> None:
         self.asked = asked
         """When, in seconds since 1970; what happened later it does not know."""
@@ -67,11 +77,18 @@ class Snapshot:
         """Why it is older than wanted, if it is."""
         self.mine = mine
         """Whether it holds jobs of this user alone."""
+        self._places = places
         self._by_job: dict[str, list[JobRow]] = defaultdict(list)
         self._by_script: dict[str, list[JobRow]] = defaultdict(list)
         for row in rows:
             self._by_job[row.whole].append(row)
             self._by_script[row.script].append(row)
+
+    def place(self, row: JobRow) -> Place | None:
+        """Return the place in the queue of a job that waits for its turn, if it is known."""
+        if row.state is not RunState.PENDING or not WAITS_FOR_TURN.fullmatch(row.reason):
+            return None
+        return self._places().get(row.whole)
 
     def rows(self, job_id: str, script: str) -> list[JobRow]:
         """Return the rows of a job, of its tasks, and of all jobs of this batch script."""
@@ -93,6 +110,8 @@ class _Answers:
     no_accounting_until: float = 0.0
     ended: dict[str, tuple[float, list[JobRow]]] = field(default_factory=dict)
     """The time of the query and the accounting's rows, by job; no rows for an unknown job."""
+    places_asked: float = 0.0
+    places: dict[str, Place] = field(default_factory=dict)
 
 
 class SnapshotCache:
@@ -157,7 +176,9 @@ class SnapshotCache:
                     self._query(answers)
         newest = self._newest
         if newest is None or (newest.asked, newest.note) != (answers.asked, note):
-            newest = self._newest = Snapshot(answers.rows, asked=answers.asked, note=note)
+            newest = self._newest = Snapshot(
+                answers.rows, asked=answers.asked, note=note, places=self._places
+            )
         self._fetch(newest.asked)
         return newest
 
@@ -258,6 +279,25 @@ class SnapshotCache:
                 return {}
         return {job_id: answers.ended[job_id][1] for job_id in ids if job_id in answers.ended}
 
+    def _places(self) -> Mapping[str, Place]:
+        """Return the places of the user's jobs, asked for once a minute, by whichever process."""
+
+        def are_old(answers: _Answers) -> bool:
+            return not 0 <= self._clock() - answers.places_asked < _PLACES_S
+
+        answers = self._load()
+        if are_old(answers):
+            with self._turn():
+                answers = self._load()
+                if are_old(answers) and self._clock() >= answers.busy_until:
+                    answers.places_asked, answers.places = self._clock(), {}
+                    with contextlib.suppress(LauncherError):  # a status is whole without them
+                        answers.places = ask_places(
+                            self._command, {row.whole for row in answers.rows}
+                        )
+                    self._save(answers)
+        return answers.places
+
     # ---- The file
 
     @contextlib.contextmanager
@@ -291,6 +331,11 @@ class SnapshotCache:
                 job_id: (_moment(asked), [JobRow(*map(str, row)) for row in rows])
                 for job_id, (asked, rows) in content["ended"].items()
             }
+            content["places"] = {
+                job_id: Place(int(number), int(of), str(partition))
+                for job_id, (number, of, partition) in content.get("places", {}).items()
+            }
+            content.setdefault("places_asked", 0.0)
             times = {f.name: _moment(content[f.name]) for f in fields(_Answers) if f.type is float}
             answers = _Answers(**content | times)
             if not isinstance(answers.cluster, str) or not isinstance(answers.busy, str):

@@ -58,6 +58,23 @@ _EXPLANATIONS = {
 """Slurm's reasons (squeue manual, JOB REASON CODES), for readers new to Slurm."""
 
 
+WAITS_FOR_TURN = re.compile("Priority|Resources")
+"""The reasons of jobs that wait for nothing but their turn."""
+
+
+class Place(NamedTuple):
+    """The place of a pending job among those of its partition; 1 is the next one."""
+
+    number: int
+    of: int
+    """How many jobs squeue shows there; a site may hide those of other users (PrivateData)."""
+
+    partition: str
+
+    def __str__(self) -> str:
+        return f"place {self.number} of {self.of} in the queue of {self.partition}"
+
+
 class JobRow(NamedTuple):
     """A job, or a task of a job array, as squeue or sacct shows it."""
 
@@ -105,13 +122,16 @@ _SCRIPT_WAS_KILLED = (
 """For a job that Slurm calls FAILED although its script has recorded no end."""
 
 
-def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatus:
+def status_of(
+    row: JobRow, run_dir: Path | None, *, after: str = "", place: Place | None = None
+) -> RunStatus:
     """Combine Slurm's state with the outcome that the training has written.
 
     Args:
         row: The job.
         run_dir: The run directory, where this machine can see it.
         after: The jobs that it waits for, as they were given to sbatch.
+        place: Its place in the queue, if it is known.
     """
     state, reason = row.state, row.reason
     if state is RunState.UNKNOWN:
@@ -131,9 +151,11 @@ def status_of(row: JobRow, run_dir: Path | None, *, after: str = "") -> RunStatu
         reason = f"{row.word}: `scontrol resume {row.job_id}` lets it go on"
     if state is RunState.PENDING:
         last = run_directory.last_reason(run_dir) if run_dir is not None else ""
-        reasons = [reason, expected(row.start), last and f"last attempt: {last}"]
+        queue = str(place or "")
+        reasons = [reason, queue, expected(row.start), last and f"last attempt: {last}"]
         text = "; ".join(filter(None, reasons))
-        return RunStatus(state=state, reason=text, expected_start=row.start)
+        number = place.number if place else None
+        return RunStatus(state=state, reason=text, expected_start=row.start, place_in_queue=number)
     if state is RunState.FAILED and run_dir is not None and not run_dir.is_dir():
         reason = f"{reason}: {run_dir} is gone"  # Slurm could not even open the log
     elif state is RunState.FAILED and run_dir is not None:

@@ -158,7 +158,8 @@ class SlurmPoint(SlurmRun):
             return self._forgotten(snapshot)
         # The task itself makes the folder of its point: without one, it has failed before.
         failed_before = row.state is RunState.FAILED and not self.run_dir.is_dir()
-        return status_of(row, None if failed_before else self.run_dir, after=job.after)
+        run_dir = None if failed_before else self.run_dir
+        return status_of(row, run_dir, after=job.after, place=snapshot.place(row))
 
     def _ids(self, job: SlurmJob) -> Sequence[str]:
         whole = job.job_id.partition("_")[0]

@@ -208,6 +208,34 @@ def test_the_accounting_tells_what_nobody_else_knows(
     assert "the accounting does not answer" in fresh.reason
 
 
+@pytest.mark.slow
+def test_who_waits_for_its_turn_is_told_its_place(
+    accounted: Cluster, tmp_path: Path, until: Until
+) -> None:
+    site = Site(accounted, tmp_path)
+    shell = Shell(site)
+    first, second, third = (shell.submit("true", sbatch={"exclusive": True}) for _ in range(3))
+    until(lambda: started(first) == 1, "the first has the only node")
+    later = shell.submit("true", sbatch={"begin": "now+1hour"})
+
+    def reasons() -> list[str]:
+        # Others than the launcher that has asked before: places are asked for once a minute.
+        launcher = SlurmLauncher(site.profile, command=site._command)
+        opened = [launcher.open(run.record) for run in (second, third, later)]
+        return [status.reason for status in toolkit.statuses(opened)]
+
+    def told() -> bool:
+        found = reasons()
+        places = ["place 1 of 2 in the queue of ", "place 2 of 2 in the queue of "]
+        return all(place in reason for place, reason in zip(places, found, strict=False))
+
+    until(told, "places", seen=reasons)
+    assert "place" not in reasons()[2]
+    for run in (first, second, third, later):
+        run.cancel()
+        run.wait(300)
+
+
 @pytest.fixture(scope="module", params=OTHERS)
 def newer(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A cluster of a newer Slurm than this machine's."""

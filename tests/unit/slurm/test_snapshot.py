@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,42 @@ def test_the_name_of_the_cluster_is_asked_once_an_hour(
     slurm.cluster = "d"
     assert cluster() == "d"
     assert slurm.calls("scontrol") == 2
+
+
+def test_places_in_the_queue_are_asked_once_a_minute(
+    queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock
+) -> None:
+    slurm.rows = "==job|7|PENDING|N/A|Priority|x\n==job|8|RUNNING|N/A|None|x\n"
+    slurm.others = "6|20|gpu|Resources\n7|10|gpu|Priority\n"
+
+    def place(number: int = 0) -> str:
+        snapshot = queue().look()
+        return str(snapshot.place(snapshot.rows(f"{7 + number}", "")[0]))
+
+    def questions() -> int:
+        return sum("PENDING" in argv for argv in slurm.asked)
+
+    assert (place(1), questions()) == ("None", 0)  # nothing waits for its turn
+    assert place() == "place 2 of 2 in the queue of gpu"
+    slurm.others = "7|10|gpu|Resources\n"
+    clock.now += 59
+    assert (place(), questions()) == ("place 2 of 2 in the queue of gpu", 1)
+    clock.now += 1
+    assert (place(), questions()) == ("place 1 of 1 in the queue of gpu", 2)
+    clock.now -= 30  # a clock that was set back
+    assert (place(), questions()) == ("place 1 of 1 in the queue of gpu", 3)
+
+
+def test_a_status_is_whole_without_a_place(slurm: Slurm, tmp_path: Path, clock: Clock) -> None:
+    def squeue(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        if "PENDING" in argv:
+            return subprocess.CompletedProcess(argv, 1, "", "slurm_load_jobs error: no\n")
+        return slurm(argv)
+
+    slurm.rows = "==job|7|PENDING|N/A|Priority|x\n"
+    cache = SnapshotCache(squeue, file=tmp_path / "c.json", clock=clock)
+    snapshot = cache.look()
+    assert snapshot.place(snapshot.rows("7", "")[0]) is None
 
 
 def test_an_answer_is_shared_for_seconds_and_never_stale(

@@ -15,7 +15,7 @@ from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs.registry import RunRecord
-from toolkit.slurm.commands import ask_jobs, ask_mine
+from toolkit.slurm.commands import ask_jobs, ask_mine, ask_places
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
 
 
@@ -50,7 +50,8 @@ def test_one_question_tells_where_all_runs_and_points_stand(user: User, slurm: S
     )
     found = toolkit.statuses(runs)
     assert shown(found) == ["PENDING", "RUNNING", "RUNNING", "SUCCEEDED"]
-    assert [argv[0] for argv in slurm.asked] == ["squeue"]
+    questions = [argv for argv in slurm.asked if "PENDING" not in argv]  # of all users' jobs
+    assert [argv[0] for argv in questions] == ["squeue"]
     assert found[2].reason == "1 RUNNING, 1 SUCCEEDED"
     assert found[0].reason == "Priority: others come first"
 
@@ -375,3 +376,45 @@ def test_a_list_reads_no_more_than_it_shows(
     (row,) = rows_of([run])
     assert row["metrics"] == {"step": 7}
     assert rows_of([run], states=[toolkit.RunState.FAILED]) == []
+
+
+QUEUE = """\
+50|4000|gpu|Resources
+51|3000|gpu,long|Priority
+52|3000|gpu|Priority
+53|9000|gpu|Dependency
+54|0|gpu|JobHeldUser
+55|2000|gpu|None
+56|1000|long|Priority
+57|3500|long|Priority
+a line of a plug-in
+"""
+"""As squeue prints pending jobs for `%A|%Q|%P|%r`, of a cluster with two partitions."""
+
+
+def test_the_place_counts_the_jobs_of_the_partition_that_wait_for_their_turn() -> None:
+    slurm = Slurm()
+    slurm.others = QUEUE
+    places = ask_places(slurm, {"50", "51", "52", "53", "55", "56", "99"})
+    assert {job_id: str(place) for job_id, place in places.items()} == {
+        "50": "place 1 of 4 in the queue of gpu",
+        "51": "place 2 of 3 in the queue of long",  # and 2 of 4 in that of gpu
+        "52": "place 3 of 4 in the queue of gpu",  # of the same priority, and later
+        "55": "place 4 of 4 in the queue of gpu",
+        "56": "place 3 of 3 in the queue of long",
+    }
+
+
+def test_a_job_that_waits_for_its_turn_tells_its_place(tmp_path: Path) -> None:
+    slurm = Slurm()
+    user = User(tmp_path, slurm)
+    slurm.rows = user.line("a", 51, "PENDING", reason="Priority", start="2999-01-02T03:04:00")
+    slurm.rows += user.line("b", 53, "PENDING", reason="Dependency")
+    slurm.others = QUEUE
+    turn, dependent = (user.run(name, job_id).status() for name, job_id in (("a", 51), ("b", 53)))
+    assert turn.reason == (
+        "Priority: others come first; place 2 of 3 in the queue of long; "
+        "expected to start Jan 2 03:04"
+    )
+    assert (turn.place_in_queue, dependent.place_in_queue) == (2, None)
+    assert "place" not in dependent.reason
