@@ -82,18 +82,34 @@ def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> No
 def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
     """Wait until all have ended, or the first has failed and the others have had their time."""
     forwarded, status, failed_at = False, EXIT_DONE, float("inf")
+    told: set[int] = set()
     # The signals for ranks that stay too long after a failure.
     due = [(NOTICE_S, signal.SIGTERM), (NOTICE_S + GRACE_S, signal.SIGKILL)]
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=LOOK_S)
+        _tell_of_kills(processes, told)
         if not forwarded and stop.signal_number is not None:
             _send(alive, stop.signal_number)
             forwarded = True
         if status == EXIT_DONE and (status := _failure(processes)) != EXIT_DONE:
             failed_at = time.monotonic()
         if due and time.monotonic() - failed_at > due[0][0]:
-            _send(alive, due.pop(0)[1])
+            number = due.pop(0)[1]
+            told.update(rank for rank, process in enumerate(processes) if process in alive)
+            _send(alive, number)
+    _tell_of_kills(processes, told)
     return status or _failure(processes)
+
+
+def _tell_of_kills(processes: Sequence[BaseProcess], told: set[int]) -> None:
+    """Print which ranks a signal of somebody else has ended: such a rank has said nothing."""
+    for rank, process in enumerate(processes):
+        if rank not in told and process.exitcode is not None and process.exitcode < 0:
+            told.add(rank)
+            number = -process.exitcode
+            name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
+            memory = ", perhaps the kernel's for want of memory" * (number == signal.SIGKILL)
+            print(f"train: rank {rank} was ended by signal {name}{memory}", file=sys.stderr)
 
 
 def _failure(processes: Sequence[BaseProcess]) -> int:
