@@ -427,6 +427,10 @@ def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
     run = toolkit.submit(job, to=profile)
     assert run.wait(300).reason == "fatal: the folder of a mount is missing: /nope"
     assert list(run.logs()) == ["m: the folder of a mount is missing: /nope"]
+    with pytest.raises(toolkit.LauncherError) as refused:
+        toolkit.resubmit(run)
+    command = f"bash {run.run_dir}/run.sh {run.run_dir} continue"
+    assert str(refused.value) == f"{run.uri} is continued by hand: {command}"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ a run outlives the shell that submitted it, and nothing outlives the run.
 import contextlib
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -196,6 +197,17 @@ class LocalLauncher(Launcher[LocalPlan]):
         if record.run_dir is None:
             raise LauncherError(f"{record.uri}: its record names no run directory")
         return LocalRun(record)
+
+    def resubmit(self, run: Run, *, chain: int = 1) -> Run:
+        """Say how a run goes on here: nothing of this machine would queue it again.
+
+        Raises:
+            LauncherError: always, with the command that continues the run.
+        """
+        folder = shlex.quote(str(run.run_dir))
+        raise LauncherError(
+            f"{run.uri} is continued by hand: bash {folder}/{_SCRIPT} {folder} continue"
+        )
 
     def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
         """Start the supervisor, which holds the lock from its first instant on."""

@@ -26,6 +26,8 @@ from tests.support.ports import free_port
 from tests.train.support.processes import PROCESSES
 
 PATIENCE_S = 300.0
+ABORTED = "terminate called without an active exception"
+"""What a rank that has done everything prints in some runs: "The end of a process" in traps.md."""
 CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 BIN = Path(sys.executable).parent
 
@@ -51,11 +53,25 @@ class Result:
 def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
     """Call a command in a folder: `python`, `torchrun` or `toolkit`, with their arguments."""
     program, *arguments = shlex.split(words)
-    if program == "torchrun" and not real_torchrun:
-        return ranks_of(arguments, folder)
+    if program == "rm":
+        for name in arguments:  # a page is read from top to bottom; here each session is alone
+            (folder / name).unlink(missing_ok=True)
+        return Result(0, "", "")
     assert program in {"python", "torchrun", "toolkit"}, words
+    if program == "torchrun":
+        if not real_torchrun:
+            return ranks_of(arguments, folder)
+        for _ in range(10):
+            result = _torchrun(arguments, folder)
+            if ABORTED not in result.stderr:
+                break
+        return result
+    return _program([BIN / program, *arguments], folder)
+
+
+def _program(argv: list[str | Path], folder: Path) -> Result:
     done = subprocess.run(
-        [BIN / program, *arguments],
+        argv,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -64,6 +80,23 @@ def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def _torchrun(arguments: list[str], folder: Path) -> Result:
+    """Call torchrun, with a file for each rank: in one stream, ranks mix parts of their lines."""
+    with tempfile.TemporaryDirectory() as logs:
+        argv: list[str | Path] = [
+            BIN / "torchrun",
+            "--redirects=3",
+            f"--log-dir={logs}",
+            *arguments,
+        ]
+        result = _program(argv, folder)
+        stdout, stderr = (
+            "".join(path.read_text() for path in sorted(Path(logs).glob(f"*/attempt_0/*/{name}")))
+            for name in ("stdout.log", "stderr.log")
+        )
+    return Result(result.status, stdout, stderr + result.stderr)
 
 
 def ranks_of(arguments: list[str], folder: Path) -> Result:
