@@ -51,7 +51,7 @@ _RELEASED = frozenset({"queue", "held", "requeue"})
 """In these, a scheduler may give the run's nodes to others."""
 
 _QUEUE = frozenset({"queue", "held", "allocation"})
-"""From the submission to an attempt's begin."""
+"""From the submission to an attempt's beginning."""
 
 _DOWN = frozenset({"checkpoint", "lost work", "stall", "restart", "requeue"})
 """Downtime as NVIDIA counts it: checkpoints, work lost, shutdown and restart."""
@@ -132,7 +132,7 @@ class Goodput:
     """What a rank costs in an hour, if the run's profile says so."""
 
     spans: tuple[Span, ...] = ()
-    """The elapsed time from its begin to its end. What a start has spent from its first step to its
+    """The elapsed time from beginning to end. What a start has spent from its first step to its
     last record is summed by bucket: one span for all of its checkpoints, say."""
 
     numbers: tuple[tuple[int, int], ...] = ()
@@ -296,7 +296,7 @@ def goodput_of(
         clock.wait(gap, ended, scheduler_times.newest_before(ended, times))
         before |= {bucket: clock.seconds[bucket] for bucket in _RELEASED}
         for phase, seconds in start.phases.items():
-            # By when it ended: an attempt's begin, in whole seconds, may be before the submission.
+            # By its end: an attempt's beginning, in whole seconds, may be before the submission.
             ended += seconds
             clock.advance(_PHASES[phase], min(ended, start.last))
         valid = _valid(starts, index)
@@ -344,7 +344,7 @@ class _Clock:
         self._spend(bucket, max(moment - self._now, 0.0))
 
     def wait(self, gap: str, moment: float, times: Scheduled | None) -> None:
-        """Go on to the begin of a start, through what its scheduler says of it."""
+        """Go on to the beginning of a start, through what its scheduler says of it."""
         if times is not None and gap != "restart" and times.started > self.now:
             self.advance(gap, min(times.queued, moment))
             self.advance("held", min(times.eligible, moment))

@@ -65,7 +65,7 @@ def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
 
 
 def _waits_of(attempt: Path) -> Iterator[RankWaits]:
-    """Yield what an attempt has recorded, from its begin on.
+    """Yield what an attempt has recorded, from its beginning on.
 
     Args:
         attempt: The attempt's log folder.

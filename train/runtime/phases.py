@@ -1,4 +1,4 @@
-"""How long the phases of a start took, from the attempt's begin to the first step."""
+"""How long the phases of a start took, from the attempt's beginning to the first step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Phases:
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str], *, restart: int) -> Phases:
-        """Begin with the attempt, or with this process where the attempt's begin is not known.
+        """Begin with the attempt, or with this process where the attempt's beginning is not known.
 
-        The phase `start` lasts from the attempt's begin until this process begins: containers,
+        The phase `start` lasts from the attempt's beginning until this process begins: containers,
         torchrun, the rendezvous of the nodes. A process that torchrun has started again has no
         such phase, since the attempt began with an earlier one.
         """

@@ -118,7 +118,7 @@ class LogSteps:
             if not self.goes_back:
                 self.goes_back = True
                 self.say(
-                    f"step {step:g} after step {self.step} is left out: steps count from the begin "
+                    f"step {step:g} after step {self.step} is left out: steps count from the start "
                     "of the run, through all epochs"
                 )
             return

@@ -1,4 +1,4 @@
-"""The phases of a start: how long each took, from the attempt's begin to the first step."""
+"""The phases of a start: how long each took, from the attempt's beginning to the first step."""
 
 import subprocess
 import sys

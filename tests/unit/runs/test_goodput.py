@@ -139,7 +139,7 @@ def test_the_schedulers_times_divide_what_lies_before_an_attempt(run: Recorded) 
 
 
 def test_times_of_the_scheduler_that_cannot_be_are_cut(run: Recorded) -> None:
-    run.scheduled(100, 50, 25)  # in no order, and partly after the attempt's begin
+    run.scheduled(100, 50, 25)  # in no order, and partly after the attempt's beginning
     run.scheduled(3, 3, 3000)  # of an attempt that has recorded nothing
     run.event("done", run.steps(1, 10, run.start(30)), step=10)
     assert spent(run.goodput())["queue"] == 30
@@ -267,7 +267,7 @@ def test_starts_of_the_same_number_are_told_apart(run: Recorded) -> None:
 
 
 def test_a_restart_that_is_not_counted_is_a_restart(run: Recorded) -> None:
-    """Its processes have measured from the attempt's begin, as the first ones did."""
+    """Its processes have measured from the attempt's beginning, as the first ones did."""
     at = run.steps(1, 40, run.start(10))
     run.start(10, phases={**PHASES, "start": at + 20 - 10})
     run.steps(41, 60, at + 20 + 6)

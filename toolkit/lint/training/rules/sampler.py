@@ -48,7 +48,7 @@ def _not_distributed(script: TrainingScript) -> Iterator[Violation[int]]:
     finds="a DistributedSampler that is never told the epoch",
     reason="It shuffles by seed and epoch. Without set_epoch every epoch has the same order on "
     "every rank, and the same samples stay on the same rank.",
-    fix="call sampler.set_epoch(epoch) at the begin of each epoch",
+    fix="call sampler.set_epoch(epoch) at the beginning of each epoch",
 )
 def _no_epoch(script: TrainingScript) -> Iterator[Violation[int]]:
     if script.is_wrapped or script.methods("set_epoch"):
