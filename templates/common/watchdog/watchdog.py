@@ -47,6 +47,9 @@ LEAD_S = 3.0
 """How long before a stall the ranks are looked at for the first time: two looks tell whether they
 are at work."""
 
+ANSWER_S = 2.0
+"""How long is waited for a rank's answer; a quarter of the limit, if that is less."""
+
 MUTE_S = 0.3
 """How long is waited for a rank that has not answered the last time."""
 
@@ -155,7 +158,7 @@ def stack_by_signal(rank: Rank, folder: Path) -> list[list[Any]]:
 
 
 def answer_of(
-    rank: Rank, timeout_s: float = 2.0
+    rank: Rank, timeout_s: float = ANSWER_S
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None] | None:
     """Return what a rank's thread answers: the threads' stacks, and torch's entries.
 
@@ -208,7 +211,7 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     return last
 
 
-def examine(rank: Rank, folder: Path, timeout_s: float = 2.0) -> Finding:
+def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
     """Return what is found of a rank now; of a stopped process, only that it is stopped."""
     state = process_status(rank["pid"]).get("State", "")[:1]
     found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
@@ -513,7 +516,9 @@ class Watchdog:
 
     def examined(self, rank: Rank, folder: Path) -> Finding:
         """Return what is found of a rank, which is not waited for again if it did not answer."""
-        found = examine(rank, folder, MUTE_S if rank["pid"] in self.mute else 2.0)
+        limit_s = self.signs.limit_s  # the first look must be over before it
+        patience_s = ANSWER_S if limit_s is None else max(MUTE_S, min(ANSWER_S, limit_s / 4))
+        found = examine(rank, folder, MUTE_S if rank["pid"] in self.mute else patience_s)
         answered = found["threads"] or found["collectives"] is not None
         (self.mute.discard if answered else self.mute.add)(rank["pid"])
         return found

@@ -424,6 +424,31 @@ def test_after_a_suspension_the_limit_begins_anew(
     assert started.signs.last >= began + 1000
 
 
+@pytest.mark.parametrize(
+    ("limit_s", "waited_s"), [(None, 2.0), (60.0, 2.0), (3.0, 0.75), (0.1, 0.3)]
+)
+def test_the_first_look_at_a_rank_that_does_not_answer_is_over_before_the_limit(
+    limit_s: float | None,
+    waited_s: float,
+    watchdog: ModuleType,
+    hanging: dict[str, Any],
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[float] = []
+
+    def examine(rank: dict[str, Any], folder: Path, timeout_s: float) -> dict[str, Any]:
+        waited.append(timeout_s)
+        return {"threads": [], "collectives": None}
+
+    monkeypatch.setattr(watchdog, "examine", examine)
+    logs = site / "run/logs/attempt-0"
+    started = watchdog.Watchdog(site / "exchange", logs, limit_s, select.poll())
+    for _ in range(2):
+        started.examined(hanging, site / "exchange")
+    assert waited == [waited_s, 0.3]
+
+
 def test_a_later_process_of_the_same_number_is_no_rank(
     watchdog: ModuleType, hanging: dict[str, Any]
 ) -> None:
