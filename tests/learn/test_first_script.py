@@ -41,7 +41,7 @@ def test_torchrun_starts_all_ranks_again_and_they_go_on_from_the_checkpoint(tmp_
     command = ("torchrun", "--standalone", "--max-restarts=1", "--nproc-per-node=2", "killed.py")
     lines = output_of(tmp_path, *command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1").splitlines()
     starts = [line for line in lines if "begin" in line]
-    assert starts == ["2 ranks begin with epoch 1", "2 ranks begin with epoch 4"]
+    assert starts == ["2 ranks begin with epoch 1 of 6", "2 ranks begin with epoch 4 of 6"]
     assert lines[-1] == LAST_LINE
     assert len(lines) == len(starts) + 6
 
