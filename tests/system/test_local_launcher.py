@@ -323,6 +323,8 @@ def test_a_submitted_run_outlives_the_shell_that_submitted_it(
     folder = run.run_dir
     until(lambda: started(folder), "both ranks run")
     assert run.status().state is toolkit.RunState.RUNNING
+    with pytest.raises(toolkit.LauncherError, match="has not ended; `toolkit wait` for it, or "):
+        toolkit.resubmit(run)
     run.cancel()
     assert run.wait(300).state is toolkit.RunState.CANCELLED
 
@@ -445,6 +447,8 @@ def test_a_stopped_run_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
     again = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "already holds a run; to go on with it: bash FILE" in again.stderr
+    with pytest.raises(toolkit.LauncherError, match="has succeeded; there is nothing to do again"):
+        toolkit.resubmit(run)
     subprocess.run([*argv, "continue"], cwd=ROOT, env=environ, check=True)
     assert "already done" in (run.run_dir / "logs/attempt-1/node-0.log").read_text()
 

@@ -21,7 +21,7 @@ from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, provenance, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
-from toolkit.runs.run import Launcher, Run, new_run_name
+from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
 from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
@@ -202,8 +202,9 @@ class LocalLauncher(Launcher[LocalPlan]):
         """Say how a run goes on here: nothing of this machine would queue it again.
 
         Raises:
-            LauncherError: always, with the command that continues the run.
+            LauncherError: always; of a run that can go on, with the command that continues it.
         """
+        require_unfinished(run, run.status())
         folder = shlex.quote(str(run.run_dir))
         raise LauncherError(
             f"{run.uri} is continued by hand: bash {folder}/{_SCRIPT} {folder} continue"

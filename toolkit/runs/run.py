@@ -343,6 +343,26 @@ class Run(abc.ABC):
         return f"{type(self).__name__}({self.uri!r})"
 
 
+def require_unfinished(run: Run, status: RunStatus, *, live: bool = False) -> None:
+    """Refuse to continue a run that goes on, or that has nothing left to do.
+
+    Args:
+        run: The run.
+        status: Its status.
+        live: Whether its scheduler still has a job of it, whatever the status.
+
+    Raises:
+        LauncherError: the run has succeeded, or has not ended.
+    """
+    if live or not (status.state.final or status.lost):
+        raise LauncherError(
+            f"{run.uri} is {status.state.upper()} and has not ended; `toolkit wait` for it, "
+            "or `toolkit cancel` it first"
+        )
+    if status.state is RunState.SUCCEEDED:
+        raise LauncherError(f"{run.uri} has succeeded; there is nothing to do again")
+
+
 class Launcher(abc.ABC, Generic[PlanT]):
     """A place where plans become runs."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from toolkit.errors import LauncherError
 from toolkit.runs import log_reader, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
-from toolkit.runs.run import Run
+from toolkit.runs.run import Run, require_unfinished
 from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.commands import first_line
@@ -371,12 +371,5 @@ class SlurmRun(Run):
             LauncherError: the run has succeeded, or has not ended.
         """
         live = any(not row.state.final for row in self._rows().values())
-        status = self.status()
-        if live or not (status.state.final or status.lost):
-            raise LauncherError(
-                f"{self.uri} is {status.state.upper()} and has not ended; `toolkit wait` for it, "
-                "or `toolkit cancel` it first"
-            )
-        if status.state is RunState.SUCCEEDED:
-            raise LauncherError(f"{self.uri} has succeeded; there is nothing to do again")
+        require_unfinished(self, self.status(), live=live)
         return None
