@@ -49,7 +49,7 @@ class PageOnAnIndex(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Set `readme` and `urls`."""
         root, repository = Path(self.root), str(self.config["repository"]).rstrip("/")
-        # Read, not asked for: hatchling sets what is dynamic after the hooks.
+        # From its source: hatchling knows the version only after this hook.
         source = (root / "toolkit/__init__.py").read_text()
         (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
         text = (root / "README.md").read_text()

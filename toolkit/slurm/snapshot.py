@@ -46,7 +46,7 @@ _ASK_AGAIN_S = 60.0
 _TURN_S = 60.0
 """How long to wait for another process that is querying; squeue itself gives up sooner."""
 _PLACES_S = 60.0
-"""How old places in the queue may be; only all users' pending jobs tell them."""
+"""How old places in the queue may be: the question fetches the pending jobs of all users."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
 
