@@ -4,6 +4,7 @@ Pure: the same plan gives the same bytes. Templates place values. What is known 
 runs (its nodes, how an attempt ended) is decided by the scripts themselves: templates/.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def render(plan: "LaunchPlan") -> str:
     """
     if plan.profile.kind not in launcher_plugins.BUILT_IN:
         return launcher_plugins.plugin(plan.profile.kind).render(plan)
-    text = "".join(map(_filled, plan.objects))
+    text = "".join(_texts(plan))
     if not plan.patches:
         return text
     from toolkit.rendering.patches import patched
@@ -47,10 +48,10 @@ def render(plan: "LaunchPlan") -> str:
     return patched(text, plan.patches)
 
 
-def _filled(plan: "LaunchPlan") -> str:
-    values = {"plan": plan, "version": __version__}
-    if plan.profile.templates_dir is None:
-        return our_environment().get_template(plan.template).render(values)
-    from toolkit.rendering.templates_dir import render_with
+def _texts(plan: "LaunchPlan") -> Iterable[str]:
+    if plan.profile.templates_dir is not None:
+        from toolkit.rendering.templates_dir import render_with
 
-    return render_with(Path(plan.profile.templates_dir), plan, values)
+        return render_with(Path(plan.profile.templates_dir), plan.objects)
+    template = our_environment().get_template
+    return (template(one.template).render(plan=one, version=__version__) for one in plan.objects)

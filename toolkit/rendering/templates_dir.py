@@ -1,64 +1,145 @@
 """The templates of a profile's `templates_dir`, which a stranger may have written.
 
-They run in Jinja's sandbox, within limits of time and size. A mistake in one is reported with its
-line.
+They are rendered by a process of their own (`template_process`), which is given plain data and has
+hard limits of memory, CPU time and output.
 """
 
-import contextlib
-import functools
+import dataclasses
+import enum
+import json
+import os
+import signal
+import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import jinja2
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BaseModel
 
+from toolkit import __version__
 from toolkit.errors import InputError, Problem, RenderError
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.plans import LaunchPlan
-from toolkit.rendering.environment import configured, templates_folder
+from toolkit.rendering.environment import templates_folder
 
-_SECONDS = 5.0
-"""CPU seconds that a template may take."""
+CPU_S = 5
+"""CPU seconds that the templates of a folder may take for a script or manifest."""
 
-_MOST = 5_000_000
-"""Characters of a template and of the rendered text, and entries of a value."""
+_PLANS_PER_CPU_S = 20
+"""Each point of a sweep has a manifest of its own."""
 
-_MOST_BITS = 10_000
-"""Bits of a number."""
+_WALL_S = 120.0
+"""How long the process may take on a machine that is busy otherwise."""
+
+_NOT_SHOWN = frozenset({"objects", "patches", "template"})
+"""What a plan holds for the renderer itself."""
+
+_START = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from toolkit.rendering.template_process import main; main()"
+)
 
 
-def render_with(folder: Path, plan: LaunchPlan, values: Mapping[str, object]) -> str:
-    """Return what a folder's templates make of a plan.
+def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
+    """Yield what a folder's templates make of each plan.
 
-    The folder holds a template of the plan's kind or one of its parts. Its templates see the values
-    of our own, and the job and the profile, too.
+    The folder holds a template of the plans' kind or one of its parts. Its templates see what our
+    own see, and the job and the profile, too, all as plain data.
 
     Raises:
-        RenderError: every mistake in the templates, with its line.
+        RenderError: the first mistake in the templates, with its line, or a limit that was reached.
     """
-    values = {"plan": plan, "job": plan.job, "profile": plan.profile, **values}
-    _require_template(folder, plan.template)
-    try:
-        environment = _environment(folder)
-        with _limited(environment):
-            parts, size = [], 0
-            for part in environment.get_template(plan.template).generate(values):
-                parts.append(part)
-                size += len(part)
-                if size > _MOST:
-                    raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
-    except Exception as error:
-        raise RenderError([_problem(error, folder, plan.template, values)]) from error
-    text = "".join(parts)
-    if isinstance(plan, KubernetesPlan):
-        _require_objects(text, folder, plan)
-    return text
+    _require_template(folder, plans[0].template)
+    request = {
+        "folder": str(folder),
+        "template": plans[0].template,
+        "version": __version__,
+        "plans": list(map(plain, plans)),
+        "cpu_s": CPU_S + len(plans) // _PLANS_PER_CPU_S,
+    }
+    for plan, text in zip(plans, _rendered(request), strict=True):
+        if isinstance(plan, KubernetesPlan):
+            _require_objects(text, folder, plan)
+        yield text
+
+
+def plain(value: object) -> Any:
+    """Return a value as JSON has it: models and plans as dictionaries of what they hold.
+
+    >>> plain({"sizes": (1, 2), "path": Path("/tmp")})
+    {'sizes': [1, 2], 'path': '/tmp'}
+    """
+    if isinstance(value, enum.Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, BaseModel) or dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        return {name: plain(getattr(value, name)) for name in _public(type(value))}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    assert isinstance(value, set | frozenset), type(value)
+    return sorted(map(plain, value))
+
+
+def _public(model: type) -> Iterator[str]:
+    """Yield the names of fields and properties of a model, a data class or a named tuple."""
+    if issubclass(model, BaseModel):
+        yield from model.model_fields
+    elif dataclasses.is_dataclass(model):
+        yield from (field.name for field in dataclasses.fields(model))
+    else:
+        yield from model._fields  # type: ignore[attr-defined]
+    for base in model.__mro__:
+        if not base.__module__.startswith("pydantic"):
+            for name, value in vars(base).items():
+                computed = isinstance(value, property | cached_property)
+                if computed and name[0] != "_" and name not in _NOT_SHOWN:
+                    yield name
+
+
+def _rendered(request: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts that the process makes, one after the other.
+
+    Nothing of this environment is passed on but what Python may need to start.
+    """
+    environ = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    paths = [path for path in sys.path if path]  # the current folder may be a stranger's
+    with tempfile.TemporaryFile() as answer:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-X", "utf8", "-c", _START, *paths],
+                input=json.dumps(request).encode(),
+                stdout=answer,
+                stderr=subprocess.DEVNULL,
+                env=environ,
+                timeout=_WALL_S,
+                check=False,
+            )
+            status = done.returncode
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+        answer.seek(0)
+        for line in answer:
+            if not line.endswith(b"\n"):
+                break  # the process was ended within this line
+            content = json.loads(line)
+            if "text" not in content:
+                raise RenderError([Problem(place=content["place"], message=content["message"])])
+            yield content["text"]
+    if status:
+        place = str(Path(request["folder"], request["template"]))
+        ended = f"takes more than {request['cpu_s']} s; is there a loop that never ends?"
+        if status not in (-signal.SIGKILL, -signal.SIGXCPU):
+            name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            ended = f"ends the process that renders it ({name})"
+        raise RenderError(ended, place=place)
 
 
 def _require_template(folder: Path, name: str) -> None:
@@ -74,40 +155,6 @@ def _require_template(folder: Path, name: str) -> None:
         )
 
 
-@functools.cache
-def _environment(folder: Path) -> jinja2.Environment:
-    """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
-    ours = jinja2.FileSystemLoader(templates_folder())
-    loader = jinja2.ChoiceLoader(
-        [_YourLoader(folder), jinja2.PrefixLoader({"toolkit": ours}), ours]
-    )
-    return configured(_Sandbox, loader=loader)
-
-
-@contextlib.contextmanager
-def _limited(environment: jinja2.Environment) -> Iterator[None]:
-    """End templates that take too long, in any thread: each line of one looks at the clock.
-
-    A signal would reach the main thread only. A single filter runs to its end.
-    """
-    until = time.thread_time() + _SECONDS
-
-    def line(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.thread_time() > until:
-            raise RenderError(f"takes more than {_SECONDS:g} s; is there a loop that never ends?")
-        return line
-
-    def call(frame: FrameType, event: str, argument: Any) -> Any:
-        return line if frame.f_globals.get("environment") is environment else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
     """Make sure that the rendered text is a manifest and contains the workload."""
     from toolkit.text.manifests import read_manifests
@@ -120,69 +167,3 @@ def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
     if not any(one.kind == plan.workload and one.name == plan.run_name for one in manifests):
         message = f"holds no {plan.workload} named {plan.run_name!r}, which makes the pods"
         raise RenderError(message, place=place)
-
-
-def _problem(error: Exception, folder: Path, name: str, values: Iterable[str]) -> Problem:
-    """Return the mistake in templates, with the innermost template line that led to it."""
-    place, ours = f"{folder / name}", templates_folder()
-    for frame in traceback.extract_tb(error.__traceback__):
-        if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):
-            place = f"{frame.filename}:{frame.lineno}"
-    match error:
-        case RenderError():
-            message = str(error)
-        case jinja2.TemplateNotFound():
-            message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
-        case jinja2.TemplateSyntaxError():
-            message = error.message or "not a template"
-            place = f"{error.filename}:{error.lineno}" if error.filename else place
-        case jinja2.UndefinedError():
-            message = f"{error}; templates know {', '.join(values)}"
-        case _:
-            message = f"{type(error).__name__}: {error}"
-    return Problem(place=place, message=message)
-
-
-class _YourLoader(jinja2.FileSystemLoader):
-    """Loads templates that people have written, which need not be text."""
-
-    def get_source(
-        self, environment: jinja2.Environment, template: str
-    ) -> tuple[str, str, Callable[[], bool]]:
-        path = Path(self.searchpath[0], template)
-        if path.is_file() and path.stat().st_size > _MOST:
-            raise jinja2.TemplateSyntaxError(
-                f"has more than {_MOST:,} bytes", 1, template, str(path)
-            )
-        try:
-            return super().get_source(environment, template)
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            message = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-            raise jinja2.TemplateSyntaxError(message, line, template, str(path)) from None
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox for templates of a project's folder, which a stranger may have written.
-
-    They only fill in values, and cannot take all memory with one operation.
-    """
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate an operation if its result has a reasonable size."""
-        if _size(operator, left, right) > _MOST:
-            raise RenderError(f"a value of more than {_MOST:,} entries")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(operator: str, left: Any, right: Any) -> int:
-    """Return how many entries a result will have; of a number that is too large, too many."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}
-        return _MOST + 1 if bits.get(operator, 0) > _MOST_BITS else 0
-    one, other = (len(v) if hasattr(v, "__len__") else v for v in (left, right))
-    if not isinstance(one, int) or not isinstance(other, int):
-        return 0
-    return one * other if operator == "*" else one + other if operator == "+" else 0

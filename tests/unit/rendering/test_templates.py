@@ -10,6 +10,7 @@ import yaml
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT
+from tests.support.golden import EXAMPLES
 from toolkit.errors import RenderError
 
 PAGE = (ROOT / "docs/how-to/templates.md").read_text()
@@ -72,6 +73,21 @@ def test_extended_by_nothing_our_template_renders_the_same(kind: str, tmp_path: 
     assert rendered(profile) == rendered(profile.model_copy(update={"templates_dir": None}))
 
 
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_the_same_where_templates_see_plain_data(
+    example: str, tmp_path: Path
+) -> None:
+    job, named, *changes = EXAMPLES[example]
+    profile = toolkit.load_profile(str(ROOT / named))
+    spec = toolkit.load(ROOT / job, changes)
+    template = toolkit.plan(spec, profile).template
+    path = tmp_path / template
+    path.parent.mkdir(parents=True)
+    path.write_text(f'{{% extends "toolkit/{template}" %}}')
+    yours = profile.model_copy(update={"templates_dir": str(tmp_path)})
+    assert toolkit.render(toolkit.plan(spec, yours)) == (ROOT / example).read_text()
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
     thing = "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nmetadata: {name: probe}\n"
@@ -87,7 +103,7 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
     [
         ("a\n{{ jobb.name }}\n", 2, "'jobb' is undefined; templates know plan, job, profile, "
          "version"),
-        ("{{ job.nmae }}\n", 1, "'toolkit.job.spec.JobSpec object' has no attribute 'nmae'; "
+        ("{{ job.nmae }}\n", 1, "no key 'nmae'; did you mean 'name'?; "
          "templates know plan, job, profile, version"),
         ("a\nb\n{% if %}\n", 3, "Expected an expression, got 'end of statement block'"),
         ("{{ job.name | quote }}\n", 1, "No filter named 'quote'."),
@@ -107,8 +123,12 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
         # A project's templates may be a stranger's.
         ("\n{{ cycler.__init__.__globals__.os.system('id') }}\n", 2, "SecurityError: access to "
          "attribute '__init__' of 'type' object is unsafe."),
-        ("{{ job.env.update({'A': 'b'}) }}\n", 1, "SecurityError: access to attribute 'update' of "
-         "'dict' object is unsafe."),
+        ("{{ job.env.update({'A': 'b'}) }}\n", 1, "no key 'update'; templates know plan, job, "
+         "profile, version"),
+        ("{{ job.args.append('x') }}\n", 1, "SecurityError: access to attribute 'append' of "
+         "'list' object is unsafe."),
+        ("{{ job.parse_raw('x', proto='pickle', allow_pickle=True) }}\n", 1, "no key 'parse_raw'; "
+         "templates know plan, job, profile, version"),
     ],
 )  # fmt: skip
 def test_every_slip_is_told_with_its_line(

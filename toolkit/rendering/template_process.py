@@ -1,0 +1,184 @@
+"""The process that renders a stranger's templates: plain data in, texts out, within hard limits.
+
+`templates_dir` starts it. It reads one request in JSON from stdin and writes a line of JSON for
+each plan: its text, or the first mistake with its place.
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.runtime import BlockReference, LoopContext, Macro, TemplateReference
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Joiner, Namespace
+
+from toolkit.errors import Problem, RenderError, nearest
+from toolkit.rendering.environment import configured, templates_folder
+
+MEMORY_BYTES = 256 << 20
+"""What the process may take beside what Python and its modules have taken."""
+
+_SPARE_BYTES = 32 << 20
+"""For the report of a template that has taken all of it."""
+
+_MOST = 5_000_000
+"""Characters of a template, and of a rendered text."""
+
+METHODS: Mapping[type, frozenset[str]] = {
+    dict: frozenset({"get", "items", "keys", "values"}),
+    str: frozenset(
+        {"endswith", "format", "format_map", "join", "lower", "removeprefix", "removesuffix"}
+        | {"replace", "split", "splitlines", "startswith", "strip", "upper"}
+    ),
+}
+"""The methods of plain data that a template may call; for formats Jinja has one of its own, which
+reads no attribute that a template may not read."""
+
+FUNCTIONS = frozenset({"cycler", "dict", "joiner", "namespace", "range"})
+"""Jinja's functions that templates may call."""
+
+_OF_JINJA = (BlockReference, Cycler, Joiner, LoopContext, Macro, Namespace, TemplateReference)
+"""What templates are made of; Jinja's sandbox decides what they may see of it."""
+
+
+def main() -> None:
+    """Read a request, limit this process, and write what the templates make of each plan."""
+    request = json.load(sys.stdin)
+    folder, name, plans = Path(request["folder"]), request["template"], request["plans"]
+    environment = sandbox(folder)
+    _limit(request["cpu_s"], output_bytes=8 * _MOST * len(plans))
+    for plan in plans:
+        known = {"plan": plan, "job": plan["job"], "profile": plan["profile"]}
+        known["version"] = request["version"]
+        try:
+            answer = {"text": _text(environment, name, known)}
+        except Exception as error:
+            _give_spare_memory()
+            problem = _problem(error, folder, name, known)
+            answer = {"place": str(problem.place), "message": problem.message}
+        print(json.dumps(answer), flush=True)
+        if "text" not in answer:
+            return
+
+
+def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any]) -> str:
+    parts, size = [], 0
+    for part in environment.get_template(name).generate(known):
+        parts.append(part)
+        size += len(part)
+        if size > _MOST:
+            raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
+    return "".join(parts)
+
+
+def _limit(cpu_s: int, *, output_bytes: int) -> None:
+    """Limit memory, CPU time and output. A system that has no such limit goes without it."""
+
+    def too_long(*_: object) -> None:
+        raise RenderError(f"takes more than {cpu_s} s; is there a loop that never ends?")
+
+    signal.signal(signal.SIGXCPU, too_long)
+    used_s = int(time.process_time())
+    limits = {
+        resource.RLIMIT_CORE: (0, 0),
+        # Twice the time ends the process also within one call, which no signal interrupts.
+        resource.RLIMIT_CPU: (used_s + cpu_s, used_s + 2 * cpu_s),
+        resource.RLIMIT_FSIZE: (output_bytes, output_bytes),
+        resource.RLIMIT_NPROC: (0, 0),
+    }
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most = pages * resource.getpagesize() + MEMORY_BYTES
+        limits[resource.RLIMIT_AS] = (most, most + _SPARE_BYTES)
+    for which, limit in limits.items():
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(which, limit)
+
+
+def _give_spare_memory() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def sandbox(folder: Path) -> jinja2.Environment:
+    """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
+    ours = jinja2.FileSystemLoader(templates_folder())
+    loader = jinja2.ChoiceLoader(
+        [_YourLoader(folder), jinja2.PrefixLoader({"toolkit": ours}), ours]
+    )
+    environment = configured(_Sandbox, loader=loader)
+    environment.globals = {name: DEFAULT_NAMESPACE[name] for name in sorted(FUNCTIONS)}
+    del environment.filters["random"]  # the same plan gives the same text
+    return environment
+
+
+def _problem(error: Exception, folder: Path, name: str, known: Iterable[str]) -> Problem:
+    """Return the mistake in templates, with the innermost template line that led to it."""
+    place, ours = f"{folder / name}", templates_folder()
+    for frame in traceback.extract_tb(error.__traceback__):
+        if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):
+            place = f"{frame.filename}:{frame.lineno}"
+    match error:
+        case RenderError():
+            message = str(error)
+        case MemoryError():
+            message = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
+        case jinja2.TemplateNotFound():
+            message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
+        case jinja2.TemplateSyntaxError():
+            message = error.message or "not a template"
+            place = f"{error.filename}:{error.lineno}" if error.filename else place
+        case jinja2.UndefinedError():
+            message = f"{error}; templates know {', '.join(known)}"
+        case _:
+            message = f"{type(error).__name__}: {error}"
+    return Problem(place=place, message=message)
+
+
+class _YourLoader(jinja2.FileSystemLoader):
+    """Loads templates that people have written, which need not be text."""
+
+    def get_source(
+        self, environment: jinja2.Environment, template: str
+    ) -> tuple[str, str, Callable[[], bool]]:
+        path = Path(self.searchpath[0], template)
+        if path.is_file() and path.stat().st_size > _MOST:
+            raise jinja2.TemplateSyntaxError(
+                f"has more than {_MOST:,} bytes", 1, template, str(path)
+            )
+        try:
+            return super().get_source(environment, template)
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            message = f"not UTF-8: byte 0x{error.object[error.start]:02x}"
+            raise jinja2.TemplateSyntaxError(message, line, template, str(path)) from None
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Templates read plain data by key, and call `METHODS`, `FUNCTIONS`, filters and macros."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return a value of a dictionary; of anything else, what `is_safe_attribute()` admits."""
+        if not isinstance(obj, dict) or attribute in METHODS[dict] - obj.keys():
+            return super().getattr(obj, attribute)
+        if attribute in obj:
+            return obj[attribute]
+        meant = nearest(attribute, obj)
+        hint = f"no key {attribute!r}" + (f"; did you mean {meant!r}?" if meant else "")
+        return self.undefined(hint, obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may see an attribute of a value."""
+        if isinstance(obj, _OF_JINJA):
+            return super().is_safe_attribute(obj, attr, value)
+        return attr in METHODS.get(type(obj), ())
