@@ -15,7 +15,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
-from toolkit.cli.output import note
+from toolkit.cli.output import note, note_origins
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def check(
         to = (default,) if _is_for(content, default) else ()
     if server and content == "job" and not to:
         raise click.UsageError("--server queries the site of a profile; name one with --to")
+    note_origins(to)
     try:
         findings = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
     except InputError as error:
@@ -169,6 +170,7 @@ def _check_many(
     from toolkit.lint.folders import files_to_check, is_folder
 
     default = None if to else toolkit.default_profile()
+    note_origins(to or ([default] if default else []))
     findings: list[checks.Finding] = []
     manifests: list[Path] = []
     count = 0

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -22,6 +22,14 @@ def note(notes: tuple[str, ...]) -> None:
     """Show the notes of a plan."""
     for note in notes:
         click.echo(f"note: {note}", err=True)
+
+
+def note_origins(profiles: Iterable[str]) -> None:
+    """Name the files of profiles that are not the project's own."""
+    from toolkit.profile import origin_notes
+
+    for name in profiles:
+        note(origin_notes(name))
 
 
 def echo_lines(lines: Iterator[str]) -> None:

@@ -103,6 +103,7 @@ def _planned(
         InputError: every problem of the file or of the plan; with `here`, another place's profile.
     """
     job, profile = toolkit.load(path, overrides), toolkit.load_profile(to)
+    output.note_origins([to])
     if here and not isinstance(profile, toolkit.LocalProfile):
         raise InputError(f"profile {to!r} is not of this machine; use `toolkit submit --to {to}`")
     try:

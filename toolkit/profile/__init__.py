@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.profile.base import LocalProfile as LocalProfile
 from toolkit.profile.base import NodeFacts as NodeFacts
-from toolkit.profile.base import as_profile as as_profile
-from toolkit.profile.base import configuration_folder as configuration_folder
-from toolkit.profile.base import default_profile as default_profile
 from toolkit.profile.base import leaks_of as leaks_of
-from toolkit.profile.base import load_profile as load_profile
 from toolkit.profile.base import model_of as model_of
-from toolkit.profile.base import profile_names as profile_names
-from toolkit.profile.base import require_default_profile as require_default_profile
+from toolkit.profile.finder import as_profile as as_profile
+from toolkit.profile.finder import configuration_folder as configuration_folder
+from toolkit.profile.finder import default_profile as default_profile
+from toolkit.profile.finder import load_profile as load_profile
+from toolkit.profile.finder import origin_notes as origin_notes
+from toolkit.profile.finder import profile_names as profile_names
+from toolkit.profile.finder import require_default_profile as require_default_profile
 
 if TYPE_CHECKING:
     from toolkit.profile.kubernetes import KubernetesProfile as KubernetesProfile

@@ -1,9 +1,7 @@
-"""What all profiles share: their settings, this machine's profile, and how profiles are found."""
+"""What all profiles share: their settings, this machine's profile, and how a file is read."""
 
 import importlib
-import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -84,7 +82,7 @@ class LocalProfile(SiteProfile):
     """Where run directories are created; a relative path is below the current folder."""
 
 
-# ---- How a profile is found
+# ---- How a profile is read
 
 _MODELS = {
     "local": "toolkit.profile.base.LocalProfile",
@@ -93,104 +91,21 @@ _MODELS = {
 }
 """The model of each kind of profile, imported when it is first used."""
 
-_PROFILES = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
+BUILT_IN = {"local": "local", "slurm": "slurm", "k8s": "kubernetes"}
 """The kinds of the profiles that need no file, by their names."""
 
 
-def load_profile(
-    name: str, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> "Profile":
-    """Return a profile by its name or by the path of its file.
-
-    A name is looked up in `slurm/profiles` and `k8s/profiles` of `folder` or the nearest folder
-    above it that has them, then in the user's configuration folder, then among the built-in ones.
-
-    Raises:
-        ProfileError: no such profile, or every problem of its file.
-    """
-    folder = folder or Path.cwd()
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        return _read(Path(name))
-    for place in _folders(folder, environ):
-        for path in place.glob("*.yaml"):  # a name need not be one that a file can have
-            if path.stem == name:
-                return _read(path)
-    if name in _PROFILES:
-        return _model(_PROFILES[name])(name=name)
-    names = profile_names(folder=folder, environ=environ)
-    searched = ", ".join(map(str, _folders(folder, environ)))
-    raise ProfileError(
-        f"no profile {name!r}; {did_you_mean(name, names)} (searched {searched}; a path works too)"
-    )
+def built_in(name: str) -> "Profile | None":
+    """Return the profile of this name that needs no file; None if there is none."""
+    return _model(BUILT_IN[name])(name=name) if name in BUILT_IN else None
 
 
-def as_profile(profile: "str | Profile") -> "Profile":
-    """Return a profile that may be given by its name or by the path of its file.
+def read_profile(path: Path) -> "Profile":
+    """Return the profile in a file.
 
     Raises:
-        ProfileError: as from `load_profile()`.
+        ProfileError: every problem of the file.
     """
-    return load_profile(profile) if isinstance(profile, str) else profile
-
-
-def profile_names(
-    *, folder: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> list[str]:
-    """Return the names of all profiles that `load_profile` finds, sorted."""
-    folder = folder or Path.cwd()
-    files = (p for place in _folders(folder, environ) for p in place.glob("*.yaml"))
-    return sorted({path.stem for path in files} | set(_PROFILES))
-
-
-def require_default_profile() -> str:
-    """Return the file of the default profile.
-
-    Raises:
-        ProfileError: no profile is the default one.
-    """
-    if (name := default_profile()) is None:
-        raise ProfileError(
-            "no profile is named, and there is no default one; `toolkit init` detects the site and "
-            "writes it, or name one with --to"
-        )
-    return name
-
-
-def default_profile(*, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file of the default profile; None without one.
-
-    `toolkit init` writes its path into the file `default` of the user's configuration folder; a
-    relative path is below that folder.
-    """
-    folder = configuration_folder(environ)
-    try:
-        named = (folder / "default").read_text(encoding="utf-8").strip()
-        if not named.isprintable():
-            raise ProfileError(f"{folder / 'default'} holds {named[:80]!r}, which is not a path")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{folder / 'default'} cannot be read: {error}") from None
-    return str(folder / named)
-
-
-def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's configuration folder of the toolkit."""
-    home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME') or Path.home()}/.config"
-    return Path(home) / "torch-deploy-toolkit"
-
-
-def _folders(folder: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the folders that may hold profiles, in the order of the search."""
-    for above in (folder, *folder.parents):
-        places = [p for p in (above / "slurm/profiles", above / "k8s/profiles") if p.is_dir()]
-        if places:
-            yield from places
-            break
-    yield configuration_folder(environ) / "profiles"
-
-
-def _read(path: Path) -> "Profile":
     document = read_file(path, ProfileError)
     refuse_newer(document, ProfileError)
     data: Any = document.data

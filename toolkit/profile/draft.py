@@ -8,6 +8,8 @@ from pathlib import Path
 from toolkit.errors import InputError
 from toolkit.profile import configuration_folder
 from toolkit.profile.detect import Context, Discovery, Partition, SlurmSite
+from toolkit.text import untrusted
+from toolkit.text.own_files import make_folder
 from toolkit.text.quantities import format_duration, format_size
 from toolkit.text.yaml_reader import write_document
 
@@ -69,10 +71,9 @@ def keep_draft(
     path = output or folder / "profiles" / f"{made.name}.yaml"
     default = folder / "default"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         try:
-            with path.open("w" if force else "x", encoding="utf-8") as file:
-                file.write(made.text)
+            untrusted.write_bytes(path, made.text.encode(), anew=not force)
         except FileExistsError:
             message = "exists already; --force overwrites it, --print only shows the new one"
             raise InputError(message, place=str(path)) from None
@@ -80,8 +81,8 @@ def keep_draft(
         before = default.read_text(encoding="utf-8").strip() if default.is_file() else entry
         if before != entry and not force:
             return path, False
-        folder.mkdir(parents=True, exist_ok=True)
-        default.write_text(f"{entry}\n", encoding="utf-8")
+        make_folder(folder)
+        untrusted.write_bytes(default, f"{entry}\n".encode())
     except OSError as error:
         raise InputError(f"{error.filename or path} cannot be written: {error.strerror}") from None
     return path, True

@@ -16,6 +16,7 @@ from jinja2.bccache import Bucket
 
 from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.text.own_files import user_folder
 
 YAML_WIDTH = 72
 """The longest mapping or list that stays on one line of a manifest, in characters."""
@@ -52,8 +53,7 @@ def _bytecode_cache() -> jinja2.BytecodeCache | None:
 
     Its files are executed. jinja2 compares them with the template's text and Python's version.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
-    folder = Path(home, "torch-deploy-toolkit", f"jinja2-{jinja2.__version__}")
+    folder = user_folder("CACHE") / f"jinja2-{jinja2.__version__}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()

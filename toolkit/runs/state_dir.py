@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import LauncherError
+from toolkit.text.own_files import user_folder
 
 _PRIVATE = 0o700
 
@@ -25,8 +26,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     Raises:
         LauncherError: it belongs to another user.
     """
-    home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME') or Path.home()}/.local/state"
-    folder = Path(home) / "torch-deploy-toolkit"
+    folder = user_folder("STATE", environ)
     try:
         info = folder.stat()
     except OSError:

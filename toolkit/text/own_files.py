@@ -1,0 +1,87 @@
+"""The user's own files: where they are kept, and whether others could have written a file."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+_FOLDERS = {"CONFIG": ".config", "CACHE": ".cache", "STATE": ".local/state"}
+
+
+def user_folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the toolkit's folder of a kind: CONFIG, CACHE or STATE.
+
+    Relative paths in `XDG_…_HOME` and `HOME` are ignored (XDG Base Directory Specification): they
+    would lead below whatever folder a command is called in.
+    """
+    named, home = environ.get(f"XDG_{kind}_HOME", ""), environ.get("HOME", "")
+    if not named.startswith("/"):
+        named = f"{home if home.startswith('/') else _registered_home()}/{_FOLDERS[kind]}"
+    return Path(named, "torch-deploy-toolkit")
+
+
+def _registered_home() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container's user without a name
+        return "/"
+
+
+def why_not_own(*paths: Path, by_owner_alone: bool = False) -> str:
+    """Return why others could have written one of these files or folders; "" if nobody could.
+
+    They must belong to this user or to root, as git demands of a repository, and, unless
+    `by_owner_alone`, their mode must keep others from writing. A group may write if nobody else is
+    in it: many systems give each user one (umask 002). Of a link, its owner counts, who has chosen
+    where it leads.
+    """
+    trusted = {os.geteuid(), 0}
+    if os.geteuid() == 0 and os.environ.get("SUDO_UID", "").isdecimal():
+        trusted.add(int(os.environ["SUDO_UID"]))
+    for path in paths:
+        try:
+            info = path.lstat()
+        except FileNotFoundError:
+            continue  # whoever reads it says so
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        if info.st_uid not in trusted:
+            return f"{path} belongs to another user ({_user(info.st_uid)})"
+        if by_owner_alone or stat.S_ISLNK(info.st_mode):
+            continue
+        by_group = info.st_mode & stat.S_IWGRP and not _is_private(info.st_gid, info.st_uid)
+        if by_group or info.st_mode & stat.S_IWOTH:
+            return f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):o})"
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"id {uid}"
+
+
+def _is_private(gid: int, uid: int) -> bool:
+    """Whether a group is that of a single user: named after the user, and without members."""
+    if gid == 0:
+        return True  # root's
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return (
+        user.pw_gid == gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
+    )
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that only their owner may write, whatever the umask.
+
+    Raises:
+        OSError: one of them cannot be made.
+    """
+    for folder in (*reversed(path.absolute().parents), path):
+        folder.mkdir(0o755, exist_ok=True)
