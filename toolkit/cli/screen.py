@@ -161,5 +161,6 @@ class LineScreen:
                 click.echo(f"\x1b[{len(self._before)}F\x1b[J", nl=False)
             echo_lines(iter(lines))
         else:
-            echo_lines(line for line in lines if line not in self._before)
+            before = set(self._before)
+            echo_lines(line for line in lines if line not in before)
         self._before = lines

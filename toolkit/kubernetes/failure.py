@@ -48,7 +48,7 @@ _OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")
 _NO_FAILURE = ("preempted", "done")
 """The retry policy's words for an end that is not a failure."""
 
-_POD_FAILED = re.compile(r"pod \S+?/(\S+) failed with exit code (\d+)")
+_POD_FAILED = re.compile(r"pod [^/\s]+/(\S+) failed with exit code (\d+)")
 """The Job controller's message about the pod for which it has ended the Job."""
 
 _INDEX = re.compile(r"-(\d+)-\w+$")
@@ -192,10 +192,15 @@ class _RanksOutput:
     noticed: list[tuple[float | None, int, int]] = field(default_factory=list)
     """Time, exit status and local rank of the failures that torchrun logs."""
 
-    @property
-    def is_reported(self) -> bool:
-        """Whether torchrun has ended after this start, with its report."""
-        return any(_OWN.match(text) for _, text in self.others)
+    is_reported: bool = False
+    """Whether torchrun has ended after this start, with its report."""
+
+    def add(self, time: float | None, text: str) -> None:
+        """Add a line that is no rank's."""
+        self.others.append((time, text))
+        self.is_reported = self.is_reported or _OWN.match(text) is not None
+        if match := _AGAIN.match(text):
+            self.noticed.append((time, int(match[1]), int(match[2])))
 
     @property
     def last_words(self) -> LastWords:
@@ -204,7 +209,9 @@ class _RanksOutput:
 
     def reports(self) -> list[Reported]:
         """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
-        reports = read_reports(text for _, text in self.others)
+        # Of each rank once: torchrun reports a rank again only where something else prints as it.
+        by_rank = {one.rank: one for one in read_reports(text for _, text in self.others)}
+        reports = list(by_rank.values())
         stamps = [time for time, text in self.others if time and "error_file:" in text]
         now = stamps[-1] if stamps else self.container.ended
         last = max((reported.time for reported in reports), default=now)
@@ -226,9 +233,10 @@ class _RanksOutput:
         """Yield how the ranks have failed of a start that torchrun did not report."""
         traces = self._traces(base)
         yield from traces
+        with_trace = {trace.rank for trace in traces}
         for time, status, local_rank in self.noticed:
             rank = None if base is None else base + local_rank
-            if status != 1 or rank not in {trace.rank for trace in traces}:
+            if status != 1 or rank not in with_trace:
                 kind: Kind = "signal" if status < 0 else "exit"
                 message = killed_by(-status) if status < 0 else f"exit status {status}"
                 ended = self._failure(kind, message, time)
@@ -311,9 +319,7 @@ def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
                 starts.append(_RanksOutput(container=container, restart=len(starts)))
             starts[-1].ranks[int(match[1])].append((time, match[2]))
         else:
-            starts[-1].others.append((time, text))
-            if match := _AGAIN.match(text):
-                starts[-1].noticed.append((time, int(match[1]), int(match[2])))
+            starts[-1].add(time, text)
     if len(starts) > 1 and not starts[-1].noticed and starts[-1].is_reported:
         late = starts.pop()  # what ranks had printed at their end, and torchrun passed on after it
         for rank, rank_lines in late.ranks.items():

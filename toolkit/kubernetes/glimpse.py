@@ -51,6 +51,9 @@ for _name in stalls stragglers ranks; do
 done
 """
 
+_MOST_FILES = 5
+"""How many files this shows."""
+
 _HEAD = re.compile(
     rb"(metrics\.jsonl|outcome\.json|logs/attempt-\d{1,9}/watchdog/(?:stalls|stragglers|ranks)\.jsonl)"
     rb" (\d{1,15}) (\d{1,15})"
@@ -102,7 +105,7 @@ class Glimpse:
 
     def _keep(self, printed: bytes) -> None:
         """Write what a pod has printed into the files, as far as it is whole."""
-        while printed:
+        for _ in range(_MOST_FILES):
             line, _, printed = printed.partition(b"\n")
             if not (head := _HEAD.fullmatch(line)):
                 return

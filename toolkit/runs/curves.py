@@ -8,8 +8,9 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records
+from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records, recorded_metrics
 from toolkit.text import untrusted
 
 _BYTES = 4 << 30
@@ -88,6 +89,26 @@ def curves_of(folder: Path) -> dict[str, Curve]:
             if name in curves or len(curves) < _MOST_CURVES:
                 curves.setdefault(name, Curve()).add(record.step, when, value)
     return {name: curve for name, curve in curves.items() if curve.steps}
+
+
+def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:
+    """Return the row of the newest step of a run directory, and the curve of one name.
+
+    Records without a time count, too; the times of the curve are 0 for all.
+
+    Raises:
+        NewerFormat: a record is of a version that is not known here.
+    """
+    newest, curve = dict[str, Any](), Curve()
+    for record in recorded_metrics(folder):
+        if record.opens_start:
+            curve.cut(record.step)
+        if record.opens_start or record.step != newest["step"]:
+            newest = {}
+        newest |= record.figures
+        if (value := untrusted.finite(record.values.get(name))) is not None:
+            curve.add(record.step, 0.0, value)
+    return newest, curve
 
 
 def figures_of(record: MetricRecord) -> dict[str, float]:

@@ -9,6 +9,7 @@ the folder of the attempt; for pods, `toolkit/kubernetes/failure.py` reads it fr
 import contextlib
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,6 +25,9 @@ from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
 _LAST_WORDS = 5
+_MOST_EARLIER = 50
+"""How many failures of earlier starts are shown: the newest ones."""
+
 _UNREPORTED_S = 120.0
 """Seconds before the reported failures in which an unreported rank may have failed first."""
 
@@ -130,7 +134,9 @@ class Failure:
 
     def lines(self) -> Iterator[str]:
         """Yield what people are shown; the traceback comes last."""
-        for before in self.earlier:
+        if (more := len(self.earlier) - _MOST_EARLIER) > 0:
+            yield f"{more} earlier failures are not shown"
+        for before in self.earlier[-_MOST_EARLIER:]:
             yield f"earlier failure, in {before._when(counted=True)}: {before}"
         when = self._when(counted=bool(self.restart or self.earlier))
         yield headline(self, when=f", in {when}")
@@ -181,9 +187,11 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     if not failures:
         return None
     earlier = []
-    before = [start for start in starts if not start.last]
-    for restart in sorted({start.restart for start in before}):
-        ranks = [start for start in before if start.restart == restart]
+    before: defaultdict[int, list[RankStart]] = defaultdict(list)
+    for start in starts:
+        if not start.last:
+            before[start.restart].append(start)
+    for _, ranks in sorted(before.items()):
         judged = [_judged(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
         if any(judged):
             earlier.append(first_of(filter(None, judged)))

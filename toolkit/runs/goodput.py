@@ -6,15 +6,17 @@ are left out, and a clock that was set back makes a span empty, never negative.
 """
 
 import itertools
+import time
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.runs import scheduler_times
+from toolkit.errors import LauncherError
 from toolkit.runs.record_version import require_known
-from toolkit.runs.scheduler_times import Scheduled
+from toolkit.runs.scheduler_times import Schedule, Scheduled
 from toolkit.text import untrusted
 
 BUCKETS = {
@@ -63,6 +65,13 @@ _BYTES = 4 << 30
 """How much is read of a file: 10 million steps, and more events than a run has."""
 
 _LINE_BYTES = 1 << 16
+_OUTCOME_BYTES = 1 << 20
+
+_MOST_STARTS = 50_000
+"""How many starts the memory holds; a run that starts each minute has them in a month."""
+
+_AHEAD_S = 86400.0
+"""By how much the clock of a node may be ahead of this machine's."""
 
 
 class Price(NamedTuple):
@@ -180,7 +189,7 @@ class Goodput:
         }
 
 
-@dataclass
+@dataclass(slots=True)
 class _Start:
     """The records of one start of the ranks."""
 
@@ -222,7 +231,8 @@ class _Start:
             self.batch = untrusted.finite(row.get("global_batch"))
             self.ranks = untrusted.whole(row.get("world_size"), least=1)
         elif event == "ready":
-            self.began = untrusted.moment(row.get("began"))
+            began = untrusted.moment(row.get("began"))
+            self.began = None if began is None else min(began, when)
             phases = untrusted.mapping(row.get("phases"))
             known = ((name, untrusted.finite(phases.get(name))) for name in _PHASES)
             self.phases = {name: max(took, 0.0) for name, took in known if took is not None}
@@ -267,6 +277,7 @@ def goodput_of(
     submitted: float | None = None,
     until: float | None = None,
     times: Sequence[Scheduled] = (),
+    now: float | None = None,
 ) -> Goodput:
     """Return where the time of a run went, by the files in its run directory.
 
@@ -275,11 +286,16 @@ def goodput_of(
         submitted: When the run was submitted, in seconds since 1970; by default, when it began.
         until: The end for a run that goes on; by default, the last moment that it has recorded.
         times: What the scheduler says of the attempts, in any order.
+        now: The time, in seconds since 1970; by default the present. Records from more than a day
+            later are left out.
 
     Raises:
         NewerFormat: one of them is of a version that is not known here.
+        LauncherError: they have more starts of the ranks than a run has.
     """
-    starts = _read_starts(folder)
+    latest = (time.time() if now is None else now) + _AHEAD_S
+    starts = _read_starts(folder, latest)
+    schedule, valid_steps = Schedule(times), _valid_steps(starts)
     clock = _Clock(submitted)
     kept, again = 0, 0
     held, productive = 0.0, 0.0
@@ -293,20 +309,21 @@ def goodput_of(
         ranks = start.ranks or 0
         before = dict(clock.seconds)
         ended = start.first if start.began is None else start.began
-        clock.wait(gap, ended, scheduler_times.newest_before(ended, times))
+        clock.wait(gap, ended, schedule.newest_before(ended))
         before |= {bucket: clock.seconds[bucket] for bucket in _RELEASED}
         for phase, seconds in start.phases.items():
             # By its end: an attempt's beginning, in whole seconds, may be before the submission.
             ended += seconds
             clock.advance(_PHASES[phase], min(ended, start.last))
-        valid = _valid(starts, index)
+        valid = valid_steps[index]
         kept, again = kept + sum(start.counts[:valid]), again + sum(start.counts[valid:])
         clock.divide(_training(start, valid), until=start.last)
         held += ranks * (sum(clock.seconds.values()) - sum(before.values()))
         productive += ranks * (clock.seconds["productive"] - before["productive"])
     all_counted = bool(starts) and all(start.ranks for start in starts)
-    last = untrusted.moment(_outcome(folder).get("time"))
-    clock.advance("other", max(filter(None, (last, until)), default=clock.now))
+    last = untrusted.moment(_outcome(folder).get("time")) or 0.0
+    ends = (last if last <= latest else None, until)
+    clock.advance("other", max(filter(None, ends), default=clock.now))
     return Goodput(
         elapsed_s=sum(clock.seconds.values()),
         seconds=clock.seconds,
@@ -371,15 +388,16 @@ class _Clock:
             self._now = self.now + seconds
 
 
-def _valid(starts: list[_Start], index: int) -> int:
-    """Return how many of a start's records are of steps that no later one has made again.
+def _valid_steps(starts: Sequence[_Start]) -> list[int]:
+    """Return how many records of each start are of steps that no later one has made again.
 
     A later start voids the steps from its first one on, as `run_directory.read_metrics` has it.
     """
-    voided = min((later.steps[0] for later in starts[index + 1 :] if later.steps), default=None)
-    if voided is None:
-        return len(starts[index].steps)
-    return sum(1 for _ in itertools.takewhile(lambda step: step < voided, starts[index].steps))
+    counts, voided = [], float("inf")
+    for start in reversed(starts):
+        counts.append(bisect_left(start.steps, voided))
+        voided = min([voided, *start.steps[:1]])
+    return counts[::-1]
 
 
 def _training(start: _Start, valid: int) -> dict[str, float]:
@@ -402,17 +420,45 @@ def _training(start: _Start, valid: int) -> dict[str, float]:
     }
 
 
-def _read_starts(folder: Path) -> list[_Start]:
+def _read_starts(folder: Path, latest: float) -> list[_Start]:
     """Return the starts of the ranks in their order, each with its records."""
     starts = _StartsByRecord()
-    for row, when in _rows(folder / "events.jsonl"):
+    for row, when in _rows(folder / "events.jsonl", latest):
         event = str(row.get("event"))
         starts.of(row, when, begins=event == "start").add_event(event, row, when)
-    for row, when in _rows(folder / "metrics.jsonl"):
+    for row, when in _rows(folder / "metrics.jsonl", latest):
         start = starts.of(row, when)
         if (step := untrusted.whole(row.get("step"))) is not None:
             start.add_step(step, row, when)
     return starts.in_order()
+
+
+class _Alike:
+    """The starts that have the same attempt and restart."""
+
+    __slots__ = ("_began", "_opened", "_starts")
+
+    def __init__(self) -> None:
+        self._opened: list[_Start] = []
+        # Of these, the ones that began before each that was opened later, and when they began.
+        self._starts: list[_Start] = []
+        self._began: list[float] = []
+
+    @property
+    def newest(self) -> _Start | None:
+        """The start that was opened last."""
+        return self._opened[-1] if self._opened else None
+
+    def open(self, start: _Start) -> None:
+        """Add a start; those that began after it have no more records."""
+        self._opened = [*self._opened[:1], start]
+        kept = bisect_left(self._began, start.first)
+        self._starts[kept:], self._began[kept:] = [start], [start.first]
+
+    def at(self, when: float) -> _Start:
+        """Return the start opened last of those that had begun at a time, or the first of all."""
+        count = bisect_right(self._began, when)
+        return self._starts[count - 1] if count else self._opened[0]
 
 
 class _StartsByRecord:
@@ -424,17 +470,24 @@ class _StartsByRecord:
 
     def __init__(self) -> None:
         self._opened: list[_Start] = []
-        self._by_number: dict[tuple[int, int], list[_Start]] = {}
+        # By a text: a writer of records may choose numbers whose hashes are equal.
+        self._by_number: dict[str, _Alike] = {}
 
     def of(self, row: Mapping[str, Any], when: float, *, begins: bool = False) -> _Start:
         """Return the start that a record belongs to; a record that `begins` one opens it."""
         numbers = (untrusted.whole(row.get(key)) or 0 for key in ("attempt", "restart"))
         number = (next(numbers), next(numbers))
-        alike = self._by_number.setdefault(number, [])
-        if not alike or (begins and alike[-1].is_begun):
-            alike.append(_Start(number, when, when))
-            self._opened.append(alike[-1])
-        start = next((start for start in reversed(alike) if start.first <= when), alike[0])
+        if (alike := self._by_number.get(f"{number}")) is None:
+            alike = self._by_number[f"{number}"] = _Alike()
+        if (newest := alike.newest) is None or (begins and newest.is_begun):
+            if len(self._opened) == _MOST_STARTS:
+                raise LauncherError(
+                    f"its records have more than {_MOST_STARTS:,} starts of the ranks; their "
+                    "goodput is not computed"
+                )
+            self._opened.append(_Start(number, when, when))
+            alike.open(self._opened[-1])
+        start = alike.at(when)
         start.is_begun = start.is_begun or begins
         start.stretch(when)
         return start
@@ -449,20 +502,22 @@ class _StartsByRecord:
         return starts
 
 
-def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], float]]:
+def _rows(path: Path, latest: float) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Yield the records of a file, each with its time; lines without a time are left out.
 
     Read line by line: of a run of millions of steps, the file has gibibytes.
     """
     for value in untrusted.stream_json(path, limit=_BYTES, line_limit=_LINE_BYTES):
         row = require_known(untrusted.mapping(value), path.name)
-        if (when := untrusted.moment(row.get("time"))) is not None:
+        if (when := untrusted.moment(row.get("time"))) is not None and when <= latest:
             yield row, when
 
 
 def _outcome(folder: Path) -> Mapping[str, Any]:
     try:
-        content = untrusted.mapping(untrusted.read_json(folder / "outcome.json"))
+        content = untrusted.mapping(
+            untrusted.read_json(folder / "outcome.json", limit=_OUTCOME_BYTES)
+        )
     except (OSError, ValueError):
         return {}
     return require_known(content, "outcome.json")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InputError, LauncherError
 from toolkit.runs.state import RunState, RunStatus
@@ -31,6 +31,7 @@ _ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
 _NODE_LOG = re.compile(r"node-.*\.log", re.DOTALL)
 _NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
 _NOTE_BYTES = 1 << 14
+_NODES_BYTES = 1 << 20
 
 # ---- Which lines are shown
 
@@ -73,6 +74,9 @@ _STOP_TRACE = re.compile(
 """Lines of torchrun's traceback after a stop signal: its own `SignalException` looks like a failure
 but is none. The lines of several nodes may be mixed."""
 
+_MOST_HELD, _HELD_CHARACTERS = 50_000, 8 << 20
+"""How much of a traceback is held back; those of a thousand nodes have some 4 MB together."""
+
 _STARTS = ("Traceback (most recent call last):", "--- Logging error ---")
 
 _LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
@@ -90,12 +94,14 @@ class LogFilter:
     """Selects the lines of a log that a view shows, each after a prefix.
 
     Tracebacks are held back until it is clear whether they are torchrun's of being stopped, which
-    are left out, as are c10d's warnings of addresses without a name.
+    are left out, as are c10d's warnings of addresses without a name. Lines beyond what is held back
+    at most are shown.
     """
 
     def __init__(self, view: LogView, prefix: str = "") -> None:
         self._view, self._prefix = view, prefix
         self._held: list[str] = []
+        self._held_characters = 0
 
     def shown(self, lines: Iterable[str], *, ended: bool = False) -> Iterator[str]:
         """Yield what is shown of the next lines; with `ended`, also what was held back."""
@@ -108,6 +114,9 @@ class LogFilter:
                 continue
             if line.startswith(_STARTS) or (self._held and _STOP_TRACE.match(line)):
                 self._held.append(line)
+                self._held_characters += len(line)
+                if len(self._held) > _MOST_HELD or self._held_characters > _HELD_CHARACTERS:
+                    yield from self._rest()
                 continue
             if not _LOG_LINE.match(line):
                 yield from self._rest()
@@ -116,7 +125,7 @@ class LogFilter:
             yield from self._rest()
 
     def _rest(self) -> list[str]:
-        held, self._held = self._held, []
+        held, self._held, self._held_characters = self._held, [], 0
         return [] if any("SignalException" in line for line in held) else held
 
 
@@ -148,6 +157,21 @@ def end_of(span: Span, most: int) -> bytes:
         return file.read(max(0, end - begin))
 
 
+def last_objects(span: Span, most: int) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the last bytes of a file of one per line, the last one first.
+
+    The first and the last line may be torn.
+    """
+    try:
+        lines = end_of(span, most).split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            if isinstance(value := untrusted.parse_json(line), dict):
+                yield value
+
+
 @dataclass(kw_only=True)
 class Tail:
     """How far a growing file has been read."""
@@ -155,7 +179,7 @@ class Tail:
     offset: int = 0
     """The next byte."""
 
-    torn: bytes = field(default=b"", repr=False)
+    torn: bytearray = field(default_factory=bytearray, repr=False)
     """The beginning of a line whose end has not been written yet."""
 
     def new_lines(
@@ -175,15 +199,17 @@ class Tail:
             raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
         with file:
             if file.seek(0, os.SEEK_END) < self.offset:  # it was truncated
-                self.offset, self.torn = 0, b""
+                self.offset, self.torn = 0, bytearray()
             file.seek(self.offset)
             while chunk := file.read(
                 _CHUNK if end is None else max(0, min(_CHUNK, end - self.offset))
             ):
                 self.offset += len(chunk)
-                *lines, self.torn = (self.torn + chunk).split(b"\n")
-                for line in lines:
-                    yield line.decode(errors="replace")
+                self.torn += chunk
+                if b"\n" in chunk:
+                    *lines, self.torn = self.torn.split(b"\n")
+                    for line in lines:
+                        yield line.decode(errors="replace")
                 if len(self.torn) > _LINE_BYTES:
                     yield from self.last_words()
 
@@ -191,7 +217,7 @@ class Tail:
         """Yield the rest of a file that does not end with a newline."""
         if self.torn:
             yield self.torn.decode(errors="replace")
-            self.torn = b""
+            self.torn = bytearray()
 
 
 class _Tails:
@@ -247,6 +273,14 @@ def modified_at(path: Path) -> float:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
+
+
+def nodes_of(attempt: Path) -> list[str]:
+    """Return the names of an attempt's nodes by their numbers; none where they are not written."""
+    with contextlib.suppress(OSError):
+        path = attempt / "nodes"
+        return untrusted.read_text(path, limit=_NODES_BYTES, below=attempt.parents[1]).split()
+    return []
 
 
 def attempt_folders(run_dir: Path) -> list[Path]:
@@ -319,8 +353,12 @@ def read_run(
 
 def _noted(folder: Path) -> tuple[int, str] | None:
     """Return what an attempt on Slurm has noted: where its lines begin, and in which file."""
+    path = folder / "log"
+    # Most attempts on other sites have none, and one look costs less than an opening.
     with contextlib.suppress(OSError, ValueError):
-        start, name = _note(folder / "log")
+        if not os.path.lexists(path):
+            return None
+        start, name = _note(path)
         return None if name == "/dev/null" else (start, name)
     return None
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.errors import LauncherError, NewerFormat
 from toolkit.rendering import page_environment
-from toolkit.runs import run_directory
-from toolkit.runs.run_directory import figures, last_figures, read_metrics
+from toolkit.runs import curves, run_directory
+from toolkit.runs.run_directory import figures, last_figures
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
@@ -61,20 +61,18 @@ class Curve:
     bottom: int = 140
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], key: str = "loss") -> "Curve | None":
-        """Draw a column of the metrics; None where it holds fewer than two numbers.
+    def of(cls, curve: curves.Curve) -> "Curve | None":
+        """Draw a curve; None where it holds fewer than two values.
 
         Long runs are drawn with at most one value per unit of the drawing's width, so that a page
         stays small; the highest and lowest values are those of all steps.
         """
-        values_of = ((row["step"], untrusted.finite(row.get(key))) for row in rows)
-        measured = [(step, value) for step, value in values_of if value is not None]
-        if len(measured) < 2:
+        steps, values = curve.steps, curve.values
+        if len(values) < 2:
             return None
-        values = [value for _, value in measured]
-        low, high, first, last = min(values), max(values), measured[0][0], measured[-1][0]
-        every = max(1, len(measured) // (cls.right - cls.left))
-        drawn = [*measured[:-1:every], measured[-1]]
+        low, high, first, last = min(values), max(values), steps[0], steps[-1]
+        every = max(1, len(values) // (cls.right - cls.left))
+        drawn = [*zip(steps[:-1:every], values[:-1:every], strict=True), (last, values[-1])]
         wide, tall = (last - first) or 1, (high - low) or 1.0
         points = " ".join(
             f"{cls.left + (cls.right - cls.left) * (step - first) / wide:.1f},"
@@ -113,9 +111,10 @@ def html_of(run: "Run") -> str:
 def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
     """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
     mask = mask_of(run.run_dir)
-    rows, unread = list[dict[str, Any]](), ""
+    newest, loss, unread = dict[str, Any](), curves.Curve(), ""
     try:
-        rows = [] if run.points or run.run_dir is None else read_metrics(run.run_dir)
+        if run.run_dir is not None and not run.points:
+            newest, loss = curves.newest_and_curve(run.run_dir, "loss")
     except NewerFormat as error:
         unread = str(error)
     points = [
@@ -137,8 +136,8 @@ def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
         "colour": _COLOURS[now.state],
         "reason": mask.hide(now.reason),
         "extent": _extent_of(run, statuses),
-        "curve": Curve.of(rows),
-        "figures": figures(rows[-1]) if rows else unread,
+        "curve": Curve.of(loss),
+        "figures": figures(newest) or unread,
         "keys": sorted({key for point in run.points for key in point.settings}),
         "points": points,
         "more": max(0, len(statuses) - _MOST_POINTS),

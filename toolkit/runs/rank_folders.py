@@ -8,10 +8,11 @@ them where its torchrun was started anew. Each report of torchrun's belongs to o
 
 import contextlib
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at
+from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at, nodes_of
 from toolkit.runs.torchrun_report import Reported, read_reports, shift_s
 from toolkit.text import untrusted
 
@@ -20,6 +21,10 @@ _LOG_BYTES = 8 << 20
 
 _STDERR_BYTES = 1 << 16
 _ERROR_BYTES = 4 << 20
+_NOTE_BYTES = 1 << 12
+
+_LONGEST, _MOST_LINES = 50_000, 1000
+"""Characters of a message and of a traceback, and lines of it: its end is shown."""
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
@@ -44,6 +49,9 @@ class RankStart:
     last: bool = True
     """Whether its node has started no other after it."""
 
+    has_files: bool = True
+    """Whether its folder is known."""
+
     @property
     def local_rank(self) -> int:
         """Its number on its node."""
@@ -57,9 +65,8 @@ class RankStart:
 
     def stderr(self) -> list[str]:
         """Return the last lines of the rank's stderr."""
-        return _last_lines(
-            Span(path=self.folder / "stderr.log", below=self._run_dir), _STDERR_BYTES
-        )
+        span = Span(path=self.folder / "stderr.log", below=self._run_dir)
+        return _last_lines(span, _STDERR_BYTES) if self.has_files else []
 
     def silent_since(self) -> float:
         """Return when it has written to its stderr last."""
@@ -67,6 +74,8 @@ class RankStart:
 
     def error(self) -> tuple[str, tuple[str, ...], float] | None:
         """Return message, traceback and time of its error file."""
+        if not self.has_files:
+            return None
         path = self.folder / "error.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
@@ -75,21 +84,22 @@ class RankStart:
             stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number, or its text
             if stamp is None:
                 return None
-            trace = str(extra.get("py_callstack") or "").rstrip("\n")
+            trace = str(extra.get("py_callstack") or "").rstrip("\n")[-_LONGEST:]
+            lines = trace.split("\n")[-_MOST_LINES:] if trace else ()
             written = path.lstat().st_mtime  # finer than the whole seconds in it
             time = written if 0 <= written - stamp < 2 else stamp
-            return str(message["message"]), tuple(trace.split("\n") if trace else ()), time
+            return untrusted.shortened(str(message["message"]), _LONGEST), tuple(lines), time
         return None
 
 
 def starts_of(attempt: Path) -> list[RankStart]:
     """Return all starts of ranks in the folder of an attempt."""
-    starts = []
+    starts, names = [], nodes_of(attempt)
     for node in _folders(attempt, attempt):
         if not node.name.startswith("node-"):
             continue
         key = node.name.removeprefix("node-")
-        name = _name_of(attempt, key)
+        name = _name_of(attempt, key, names)
         # Torchruns in the order of their age, and the groups of one torchrun by their number.
         groups = sorted(
             (modified_at(torchrun), int(named[1]), group)
@@ -112,22 +122,24 @@ def _folders(folder: Path, attempt: Path) -> list[Path]:
     return [folder / e.name for e in untrusted.entries(folder, below=run_dir) if e.is_folder]
 
 
-def _name_of(attempt: Path, key: str) -> str:
+def _name_of(attempt: Path, key: str, names: list[str]) -> str:
     run_dir = attempt.parents[1]
     with contextlib.suppress(OSError, IndexError):
         if _NUMBER.fullmatch(key):
-            return untrusted.read_text(attempt / "nodes", below=run_dir).splitlines()[int(key)]
-        return untrusted.read_text(attempt / f"failed-{key}", below=run_dir).split()[1]
+            return names[int(key)]
+        path = attempt / f"failed-{key}"
+        return untrusted.read_text(path, limit=_NOTE_BYTES, below=run_dir).split()[1]
     return f"node-{key}"
 
 
 def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[RankStart, Reported]:
     """Return what torchrun reports of the ranks that have failed, each with its last start."""
     reports: dict[RankStart, Reported] = {}
+    known = _Starts(attempt, starts)
     for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
         key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
         for reported in read_reports(_last_lines(span, _LOG_BYTES)):
-            reports[_start_of(reported, key, starts, attempt)] = reported
+            reports[known.of(reported, key)] = reported
     for start, reported in reports.items():
         away_s = error[2] - reported.time if (error := start.error()) else 0.0
         if (shift := shift_s(away_s)) and abs(away_s - shift) < 30:
@@ -135,23 +147,43 @@ def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[Ra
     return reports
 
 
-def _start_of(
-    reported: Reported, key: str | None, starts: list[RankStart], attempt: Path
-) -> RankStart:
-    for start in starts:
-        path = start.folder.relative_to(attempt.parent) / "error.json"
-        if reported.error_file.endswith(f"/{path}"):  # the run directory may be another's mirror
+class _Starts:
+    """The starts of the ranks of an attempt, to be found by what torchrun reports of them."""
+
+    def __init__(self, attempt: Path, starts: list[RankStart]) -> None:
+        self._attempt = attempt
+        self._by_file: dict[str, RankStart] = {}
+        self._last: defaultdict[int, list[RankStart]] = defaultdict(list)
+        self._by_name: dict[tuple[int, str, str], int] = {}
+        for start in starts:
+            file = start.folder.relative_to(attempt.parent) / "error.json"
+            self._by_file.setdefault(str(file), start)
+            if start.last:
+                rank, last = start.local_rank, self._last[start.local_rank]
+                for kind, name in (("key", start.key), ("host", start.node.partition(".")[0])):
+                    self._by_name.setdefault((rank, kind, name), len(last))
+                last.append(start)
+
+    def of(self, reported: Reported, key: str | None) -> RankStart:
+        """Return the start that a report means, in the log of the node `key` if it is of one."""
+        # The run directory may be another's mirror: only the end of the path is the same.
+        _, *file = reported.error_file.rsplit("/", 6)
+        if (start := self._by_file.get("/".join(file))) is not None:
             return start
-    last = [start for start in starts if start.last and start.local_rank == reported.local_rank]
-    for start in last:
-        if start.key == key or start.node.partition(".")[0] == reported.host or len(last) == 1:
-            return start
-    return RankStart(  # of a node that names itself otherwise than Slurm does
-        folder=attempt / "elsewhere" / reported.host / str(reported.local_rank),
-        key=reported.host,
-        node=reported.host,
-        restart=0,
-    )
+        rank, host = reported.local_rank, reported.host
+        last = self._last.get(rank, [])
+        names = ((rank, "key", key or ""), (rank, "host", host))
+        if found := [self._by_name[name] for name in names if name in self._by_name]:
+            return last[min(found)]
+        if len(last) == 1:
+            return last[0]
+        return RankStart(  # of a node that names itself otherwise than Slurm does
+            folder=self._attempt / "elsewhere" / host / str(rank),
+            key=host,
+            node=host,
+            restart=0,
+            has_files=False,
+        )
 
 
 def _last_lines(span: Span, most: int) -> list[str]:

@@ -6,17 +6,25 @@ out.
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.log_reader import Span, attempt_folders, last_objects
 from toolkit.text import untrusted
 
 _MOST_RANKS = 1 << 20
 _MOST_ATTEMPTS = 50
+_MOST_SHARES = 1 << 18
+"""How many shares of ranks the memory holds, of all records together: the newest ones."""
+
 _FILE_BYTES = 256 << 20
-_LINE_BYTES = 16 << 20
+_LINE_BYTES = 4 << 20
+"""The longest record: one of a hundred thousand ranks."""
+
+_RECORDS = "watchdog/ranks.jsonl"
+"""The records in an attempt's log folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +51,24 @@ class RankWaits:
 
 def newest_waits(run_dir: Path) -> RankWaits | None:
     """Return the newest record of the newest attempt; None without one."""
-    folders = attempt_folders(run_dir)[-1:]
-    last = deque((waits for folder in folders for waits in _waits_of(folder)), maxlen=1)
-    return last.pop() if last else None
+    for folder in attempt_folders(run_dir)[-1:]:
+        records = last_objects(Span(path=folder / _RECORDS), _LINE_BYTES)
+        return next(filter(None, map(_waits_in, records)), None)
+    return None
 
 
 def waits_in(run_dir: Path) -> list[RankWaits]:
     """Return the records of the newest attempts, oldest first."""
-    folders = attempt_folders(run_dir)[-_MOST_ATTEMPTS:]
-    return [waits for folder in folders for waits in _waits_of(folder)]
+    newest, shares = deque[RankWaits](), 0
+    for folder in attempt_folders(run_dir)[-_MOST_ATTEMPTS:]:
+        path = folder / _RECORDS
+        for value in untrusted.stream_json(path, limit=_FILE_BYTES, line_limit=_LINE_BYTES):
+            if (waits := _waits_in(untrusted.mapping(value))) is not None:
+                newest.append(waits)
+                shares += len(waits.waits)
+            while shares > _MOST_SHARES and len(newest) > 1:
+                shares -= len(newest.popleft().waits)
+    return list(newest)
 
 
 def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
@@ -64,23 +81,14 @@ def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
     return dict(sorted(means.items(), key=lambda item: item[1]))
 
 
-def _waits_of(attempt: Path) -> Iterator[RankWaits]:
-    """Yield what an attempt has recorded, from its beginning on.
-
-    Args:
-        attempt: The attempt's log folder.
-    """
-    path = attempt / "watchdog" / "ranks.jsonl"
-    for value in untrusted.stream_json(path, limit=_FILE_BYTES, line_limit=_LINE_BYTES):
-        row = untrusted.mapping(value)
-        if (when := untrusted.moment(row.get("time"))) is None:
+def _waits_in(row: Mapping[str, Any]) -> RankWaits | None:
+    """Return what a line of the records holds; None where that is nothing."""
+    waits, nodes = dict[int, float](), dict[int, str]()
+    for each in map(untrusted.sequence, untrusted.sequence(row.get("waits"))):
+        if len(each) != 3 or not isinstance(each[2], str):
             continue
-        waits, nodes = dict[int, float](), dict[int, str]()
-        for each in map(untrusted.sequence, untrusted.sequence(row.get("waits"))):
-            if len(each) != 3 or not isinstance(each[2], str):
-                continue
-            rank, share = untrusted.whole(each[0], most=_MOST_RANKS), untrusted.finite(each[1])
-            if rank is not None and share is not None and 0 <= share <= 1:
-                waits[rank], nodes[rank] = share, untrusted.printable(each[2])[:80]
-        if waits:
-            yield RankWaits(time=when, waits=waits, nodes=nodes)
+        rank, share = untrusted.whole(each[0], most=_MOST_RANKS), untrusted.finite(each[1])
+        if rank is not None and share is not None and 0 <= share <= 1:
+            waits[rank], nodes[rank] = share, untrusted.printable(each[2])[:80]
+    when = untrusted.moment(row.get("time"))
+    return RankWaits(time=when, waits=waits, nodes=nodes) if waits and when is not None else None

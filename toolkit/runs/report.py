@@ -10,6 +10,7 @@ import html
 import itertools
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -22,7 +23,7 @@ from toolkit.rendering import page_environment, template_text
 from toolkit.runs import run_directory
 from toolkit.runs.curves import Curve, curves_of
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
-from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.log_reader import attempt_folders, nodes_of
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
 from toolkit.runs.run_secrets import mask_of
@@ -46,6 +47,9 @@ _MOST_POINTS, _FEWEST_POINTS = 2000, 8
 
 _MOST_RUNS = 200
 _MOST_ATTEMPTS = 50
+_MOST_STARTS, _FEWEST_STARTS = 200, 5
+"""Rows of all timelines together, but so many of each run: the newest starts of the ranks."""
+
 _MOST_LINES = 200
 """Lines of a failure, and of the stacks of a stall."""
 
@@ -160,7 +164,7 @@ def report(runs: "Sequence[Run]") -> Report:
         "mark": MARK,
         "version": __version__,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [_shown(one) for one in facts],
+        "runs": [_shown(one, max(_MOST_STARTS // len(facts), _FEWEST_STARTS)) for one in facts],
         "charts": [_chart(name, facts) for name in names],
         "buckets": _buckets(facts),
         "comparison": comparison,
@@ -212,7 +216,7 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     return facts
 
 
-def _shown(facts: _Facts) -> dict[str, Any]:
+def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
     """Return the head of a run: what `toolkit status` says, and its timeline."""
     run, goodput = facts.run, facts.goodput
     mask = mask_of(run.run_dir)
@@ -234,7 +238,8 @@ def _shown(facts: _Facts) -> dict[str, Any]:
         "rank_hours": _hours(goodput.rank_s) if goodput else "",
         "cost": _cost(goodput) if goodput else "",
         "steps_again": goodput.steps_again if goodput else 0,
-        "rows": list(_timeline(goodput)) if goodput and goodput.elapsed_s else [],
+        "rows": _timeline(goodput, most_starts) if goodput and goodput.elapsed_s else [],
+        "more_rows": max(goodput.starts - most_starts, 0) if goodput else 0,
         "missing": [mask.hide(text) for text in facts.missing],
     }
 
@@ -249,20 +254,25 @@ def _cost(goodput: Goodput) -> str:
     return goodput.price.of_ranks(goodput.rank_s)
 
 
-def _timeline(goodput: Goodput) -> Iterator[dict[str, Any]]:
-    """Yield a row for each start of the ranks, with its spans in percent of the elapsed time."""
-    for start, (attempt, restart) in enumerate(goodput.numbers or ((0, 0),)):
-        spans = [
-            {
-                "bucket": span.bucket,
-                "left": 100 * span.begin / goodput.elapsed_s,
-                "width": 100 * span.seconds / goodput.elapsed_s,
-                "said": f"{span.bucket}: {rounded_duration(span.seconds)}",
-            }
-            for span in goodput.spans
-            if span.start == start
-        ]
-        yield {"attempt": attempt, "restart": restart, "spans": spans}
+def _timeline(goodput: Goodput, most: int) -> list[dict[str, Any]]:
+    """Return a row for each of the newest starts, its spans in percent of the elapsed time."""
+    numbers = goodput.numbers or ((0, 0),)
+    first = max(len(numbers) - most, 0)
+    rows: list[dict[str, Any]] = [
+        {"attempt": attempt, "restart": restart, "spans": []}
+        for attempt, restart in numbers[first:]
+    ]
+    for span in goodput.spans:
+        if span.start >= first:
+            rows[span.start - first]["spans"].append(
+                {
+                    "bucket": span.bucket,
+                    "left": 100 * span.begin / goodput.elapsed_s,
+                    "width": 100 * span.seconds / goodput.elapsed_s,
+                    "said": f"{span.bucket}: {rounded_duration(span.seconds)}",
+                }
+            )
+    return rows
 
 
 def _buckets(facts: Sequence[_Facts]) -> list[dict[str, Any]]:
@@ -362,16 +372,16 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif key != "args":
         yield key, " ".join(map(str, value))
     else:
-        words = [str(word) for word in value]
+        words = deque(str(word) for word in value)
         while words:
-            word = words.pop(0)
+            word = words.popleft()
             if not word.startswith("-"):
                 yield key, word
             elif "=" in word or not words or words[0].startswith("--"):
                 name, _, content = word.partition("=")
                 yield name, content or "on"
             else:
-                yield word, words.pop(0)
+                yield word, words.popleft()
 
 
 def _details(facts: _Facts) -> dict[str, Any]:
@@ -395,9 +405,7 @@ def _attempts(run: "Run") -> Iterator[dict[str, Any]]:
         return
     mask = mask_of(run.run_dir)
     for folder in attempt_folders(run.run_dir)[-_MOST_ATTEMPTS:]:
-        nodes = ""
-        with contextlib.suppress(OSError):
-            nodes = " ".join(untrusted.read_text(folder / "nodes", below=run.run_dir).split())
+        nodes = " ".join(nodes_of(folder))
         yield {
             "number": folder.name.removeprefix("attempt-"),
             "nodes": nodes[:1000],

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError, NewerFormat
 from toolkit.job.spec import JobSpec
-from toolkit.runs.log_reader import Span, attempt_folders, attempt_numbers, end_of, modified_at
+from toolkit.runs.log_reader import (
+    Span,
+    attempt_folders,
+    attempt_numbers,
+    last_objects,
+    modified_at,
+)
 from toolkit.runs.record_version import require_known
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
@@ -26,12 +32,18 @@ _NOT_OTHERS = 0o755
 """What folders may at most be: their owner's to write."""
 
 _OUTCOME_BYTES = 1 << 20
-_REASON_BYTES = 1 << 16
+_REASON = 4000
+"""Characters of a reason that are shown."""
+
+_REASON_BYTES, _STATUS_BYTES = 1 << 16, 16
 _LAST_BYTES = 1 << 16
 """How much is read of what a run leaves; its newest figures stand in the last of them."""
 
-_METRICS_BYTES = 1 << 30
-"""How much of the curves is read: those of millions of steps."""
+_METRICS_BYTES, _LINE_BYTES = 1 << 30, 1 << 16
+"""How much of the curves is read, those of millions of steps, and the longest record."""
+
+_MOST_FIGURES, _FIGURE = 40, 40
+"""How many figures of a step are shown, and the characters of a name or value."""
 
 PLACE = frozenset(
     {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
@@ -200,7 +212,7 @@ def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
     state = _OUTCOMES.get(str(content.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
-    reason, word = str(content.get("reason") or ""), ""
+    reason, word = untrusted.shortened(str(content.get("reason") or ""), _REASON), ""
     if state is None:
         state, reason = _exit_status(run_dir)
         if state is RunState.UNKNOWN and not cancel_requested(run_dir):
@@ -256,7 +268,7 @@ def reason_of(attempt: Path) -> Reason:
         text = untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
     except OSError:
         text = ""
-    return Reason(text.partition(":")[0], text)
+    return Reason(text.partition(":")[0], untrusted.shortened(text, _REASON))
 
 
 def newest_reason(run_dir: Path) -> Reason:
@@ -291,7 +303,7 @@ def exit_status_of(attempt: Path) -> int | None:
     """Return the exit status of an attempt; None while it has not written one."""
     with contextlib.suppress(OSError, ValueError):
         path = attempt / "exit_status"
-        return int(untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]))
+        return int(untrusted.read_text(path, limit=_STATUS_BYTES, below=attempt.parents[1]))
     return None
 
 
@@ -321,15 +333,14 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         NewerFormat: a record is of a version that is not known here.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    # Lines may be torn by a kill, or just being written.
-    lines = untrusted.lines_of_json(run_dir / "metrics.jsonl", limit=_METRICS_BYTES)
-    for record in metric_records(lines):
-        if record.opens_start:
-            rows = {earlier: row for earlier, row in rows.items() if earlier < record.step}
-        shown = {key: value for key, value in record.values.items() if key != "version"}
-        rows[record.step] = rows.get(record.step, {}) | shown
-    return [rows[step] for step in sorted(rows)]
+    rows: list[dict[str, Any]] = []
+    for record in recorded_metrics(run_dir):
+        while record.opens_start and rows and rows[-1]["step"] >= record.step:
+            rows.pop()
+        if not rows or rows[-1]["step"] != record.step:
+            rows.append({})
+        rows[-1] |= record.figures
+    return rows
 
 
 class MetricRecord(NamedTuple):
@@ -342,6 +353,21 @@ class MetricRecord(NamedTuple):
     """Whether it is the first record of a start of the ranks."""
     values: Mapping[str, Any]
     """The whole record."""
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The record as a row of a table."""
+        return {key: value for key, value in self.values.items() if key != "version"}
+
+
+def recorded_metrics(run_dir: Path) -> Iterator[MetricRecord]:
+    """Yield the records of a run; lines may be torn by a kill, or just being written.
+
+    Raises:
+        NewerFormat: a record is of a version that is not known here.
+    """
+    path = run_dir / "metrics.jsonl"
+    return metric_records(untrusted.stream_json(path, limit=_METRICS_BYTES, line_limit=_LINE_BYTES))
 
 
 def metric_records(lines: Iterable[object]) -> Iterator[MetricRecord]:
@@ -376,8 +402,10 @@ class MetricReader:
         keys = values.keys() - PLACE
         again = step < self._last or (step == self._last and not self._recorded.isdisjoint(keys))
         opens = (attempt, restart) != self._newest or again
-        same = step == self._last and not opens
-        self._recorded = self._recorded | keys if same else set(keys)
+        if step == self._last and not opens:
+            self._recorded |= keys
+        else:
+            self._recorded = set(keys)
         self._newest, self._last = (attempt, restart), step
         return MetricRecord(step, attempt, restart, opens, values)
 
@@ -388,15 +416,8 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
     Raises:
         NewerFormat: it is of a version that is not known here.
     """
-    try:
-        lines = end_of(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES).split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # the first or the last line may be torn
-            if isinstance(row := untrusted.parse_json(line), dict):
-                return require_known(row, "metrics.jsonl")
-    return None
+    row = next(last_objects(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES), None)
+    return None if row is None else require_known(row, "metrics.jsonl")
 
 
 def last_figures(run_dir: Path | None) -> str:
@@ -417,9 +438,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """Return the figures of a step as one line."""
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in metrics.items()
-        if key not in ("version", "time", "attempt", "restart")
-    )
+    """Return the figures of a step as one line, the first ones of very many."""
+    hidden = ("version", "time", "attempt", "restart")
+    named = [(key, value) for key, value in metrics.items() if key not in hidden]
+    shown = [
+        f"{untrusted.shortened(key, _FIGURE)} "
+        + (f"{value:.4g}" if isinstance(value, float) else untrusted.shortened(str(value), _FIGURE))
+        for key, value in named[:_MOST_FIGURES]
+    ]
+    return ", ".join(shown + ["…"] * (len(named) > _MOST_FIGURES))

@@ -6,7 +6,8 @@ On Slurm, the batch script keeps what the controller says of the job in the atte
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +21,13 @@ _TOLERANCE_S = 2.0
 """By how much an attempt may seem to begin before it was started: times are in whole seconds."""
 
 
-_OF_SLURM = re.compile(
-    r" SubmitTime=(\d{1,11}) EligibleTime=(\d{1,11}) .* StartTime=(\d{1,11}) EndTime="
-)
-"""In the line of `scontrol -o show job`, with times in seconds since 1970."""
+_FILE_BYTES = 1 << 18
+"""How much `scontrol` may say of a job: it names each of its nodes."""
+
+_QUEUED = re.compile(r" SubmitTime=(\d{1,11}) EligibleTime=(\d{1,11}) ")
+_STARTED = re.compile(r" StartTime=(\d{1,11}) EndTime=")
+"""In the line of `scontrol -o show job`, with times in seconds since 1970. Two patterns, since one
+for the whole line would search the rest of it again for each of its beginnings."""
 
 
 class Scheduled(NamedTuple):
@@ -47,15 +51,22 @@ def scheduled_in(run_dir: Path) -> list[Scheduled]:
 
 def _noted(path: Path, run_dir: Path) -> Scheduled | None:
     with contextlib.suppress(OSError):
-        if found := _OF_SLURM.search(untrusted.read_text(path, below=run_dir)):
-            return Scheduled(*map(float, found.groups()))
+        text = untrusted.read_text(path, limit=_FILE_BYTES, below=run_dir)
+        if (queued := _QUEUED.search(text)) and (
+            started := _STARTED.search(text, queued.end() - 1)
+        ):
+            return Scheduled(*map(float, (*queued.groups(), *started.groups())))
     return None
 
 
-def newest_before(moment: float, times: Iterable[Scheduled]) -> Scheduled | None:
-    """Return the times of the attempt that began at a moment: those that are the newest then."""
+class Schedule:
+    """What a scheduler says of the attempts of a run."""
 
-    def earlier() -> Iterator[Scheduled]:
-        return (each for each in times if each.started <= moment + _TOLERANCE_S)
+    def __init__(self, times: Iterable[Scheduled]) -> None:
+        self._times = sorted(times, key=lambda each: each.started)
 
-    return max(earlier(), key=lambda each: each.started, default=None)
+    def newest_before(self, moment: float) -> Scheduled | None:
+        """Return the times of the attempt that began at a moment: the newest ones then."""
+        latest = moment + _TOLERANCE_S
+        count = bisect_right(self._times, latest, key=lambda each: each.started)
+        return self._times[count - 1] if count else None

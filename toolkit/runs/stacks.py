@@ -7,20 +7,32 @@ can forge one.
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.errors import LauncherError
-from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.log_reader import Span, attempt_folders, last_objects
 from toolkit.text import untrusted
 
 ANSWERS_S = 45.0
 """How long the nodes may take to answer, in seconds: NFS may show a new file after 30."""
 
 _PAUSE_S = 0.2
-_LONGEST_ANSWER = 1 << 24
+_LONGEST_ANSWER = 8 << 20
+_MOST_RANKS = 1 << 20
+
+_LINES_BYTES, _LONGEST_LINE = 64 << 20, 1 << 20
+"""How much is read of what a watchdog has named: a line may name each of many thousand ranks."""
+
+_WHY = 4000
+"""Characters of such a sentence that are shown."""
+
+_MOST_FRAMES, _MOST_THREADS = 1000, 1000
+"""How many frames of a stack are read, and how many threads of a rank."""
+
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk", "Z": "dead"}
 """Names of Linux's process states (proc(5)) in which Python does not run."""
 
@@ -67,13 +79,16 @@ class Stacks:
     @property
     def missing(self) -> list[int]:
         """The ranks whose node has not answered."""
-        return sorted(set(range(self.world_size)) - {each.rank for each in self.ranks})
+        known = {each.rank for each in self.ranks}
+        return [rank for rank in range(self.world_size) if rank not in known]
 
     def groups(self) -> list[list[RankStacks]]:
         """Return the ranks that stand at the same place together, the fewest first."""
-        same: dict[object, list[RankStacks]] = {}
+        same: dict[tuple[str, ...], list[RankStacks]] = {}
         for each in self.ranks:
-            same.setdefault((each.state, each.stack, each.collectives), []).append(each)
+            # As texts: who writes the answers may choose frames whose hashes are equal.
+            place = (each.state, "\0".join(each.collectives), "\0".join(map(str, each.stack)))
+            same.setdefault(place, []).append(each)
         return sorted(same.values(), key=lambda ranks: (len(ranks), ranks[0].rank))
 
     def lines(self) -> Iterator[str]:
@@ -89,8 +104,8 @@ class Stacks:
                 yield f'  File "{frame.file}", line {frame.line}, in {frame.function}'
             if not first.stack and not first.state:
                 yield "  its stack cannot be read"
-        if self.missing:
-            yield f"{_numbered(self.missing)}: no answer"
+        if missing := self.missing:
+            yield f"{_numbered(missing)}: no answer"
 
     def as_json(self) -> dict[str, Any]:
         """Return what `toolkit stacks --json` prints."""
@@ -174,19 +189,18 @@ def stalls_of(run_dir: Path, most: int) -> list[Stall]:
     stalls: list[Stall] = []
     for attempt in reversed(attempt_folders(run_dir)):
         folder = attempt / "watchdog"
-        named = [
-            line
-            for line in map(untrusted.mapping, untrusted.lines_of_json(folder / "stalls.jsonl"))
-            if line.get("stalled") is True
-        ]
-        for line in reversed(named[len(stalls) - most :]):
+        lines = untrusted.stream_json(
+            folder / "stalls.jsonl", limit=_LINES_BYTES, line_limit=_LONGEST_LINE
+        )
+        stalled = (line for line in map(untrusted.mapping, lines) if line.get("stalled") is True)
+        for line in reversed(deque(stalled, maxlen=most - len(stalls))):
             name = line.get("asked")
             answers = _answers_in(folder, f"answer-{name}-") if isinstance(name, str) else []
             stalls.append(
                 Stall(
                     attempt=int(attempt.name.removeprefix("attempt-")),
                     when=untrusted.moment(line.get("time")),
-                    why=_text(line.get("why")),
+                    why=_why(line),
                     kills=line.get("kills") is True,
                     stacks=read_answers(answers),
                 )
@@ -205,21 +219,25 @@ def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:
 
 def newest_stall(run_dir: Path) -> str | None:
     """Return the watchdog's sentence about the newest attempt's stall; None if it goes on."""
-    for attempt in attempt_folders(run_dir)[-1:]:
-        lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stalls.jsonl"))
-        newest = untrusted.mapping(lines[-1]) if lines else {}
-        if newest.get("stalled") is True:
-            return _text(newest.get("why"))
-    return None
+    newest = _newest(run_dir, "stalls")
+    return _why(newest) if newest.get("stalled") is True else None
 
 
 def newest_straggler(run_dir: Path) -> str | None:
     """Return the watchdog's sentence about a slow rank of the newest attempt; None without one."""
+    return _why(_newest(run_dir, "stragglers")) or None
+
+
+def _newest(run_dir: Path, name: str) -> dict[str, Any]:
+    """Return the last line that the newest attempt's watchdog has written; empty without one."""
     for attempt in attempt_folders(run_dir)[-1:]:
-        lines = list(untrusted.lines_of_json(attempt / "watchdog" / "stragglers.jsonl"))
-        newest = untrusted.mapping(lines[-1]) if lines else {}
-        return _text(newest.get("why")) or None
-    return None
+        path = attempt / "watchdog" / f"{name}.jsonl"
+        return next(last_objects(Span(path=path), _LONGEST_LINE), {})
+    return {}
+
+
+def _why(line: dict[str, Any]) -> str:
+    return untrusted.shortened(_text(line.get("why")), _WHY)
 
 
 def ask_watchdogs(exchange: Exchange, *, timeout_s: float = ANSWERS_S) -> Stacks:
@@ -257,16 +275,16 @@ def read_answers(answers: Iterable[bytes]) -> Stacks:
             report = untrusted.mapping(untrusted.parse_json(answer))
         except ValueError:
             continue
-        world_size = max(world_size, untrusted.whole(report.get("world"), most=1 << 20) or 0)
+        world_size = max(world_size, untrusted.whole(report.get("world"), most=_MOST_RANKS) or 0)
         for found in map(untrusted.mapping, untrusted.sequence(report.get("ranks"))):
-            rank = untrusted.whole(found.get("rank"), most=1 << 20)
+            rank = untrusted.whole(found.get("rank"), most=_MOST_RANKS)
             if rank is not None:
                 ranks[rank] = _rank_of(found, rank=rank, node=_text(report.get("node")))
     return Stacks(ranks=tuple(ranks[rank] for rank in sorted(ranks)), world_size=world_size)
 
 
 def _rank_of(found: dict[str, Any], *, rank: int, node: str) -> RankStacks:
-    threads = untrusted.sequence(found.get("threads"))
+    threads = untrusted.sequence(found.get("threads"))[:_MOST_THREADS]
     collectives = untrusted.mapping(found.get("collectives"))
     return RankStacks(
         rank=rank,
@@ -280,7 +298,7 @@ def _rank_of(found: dict[str, Any], *, rank: int, node: str) -> RankStacks:
 
 
 def _frames(stack: object) -> tuple[Frame, ...]:
-    frames = [untrusted.sequence(frame) for frame in untrusted.sequence(stack)]
+    frames = map(untrusted.sequence, untrusted.sequence(stack)[:_MOST_FRAMES])
     return tuple(
         Frame(file=_text(frame[0]), line=untrusted.whole(frame[1]) or 0, function=_text(frame[2]))
         for frame in frames
@@ -299,9 +317,9 @@ def _text(value: object) -> str:
 
 
 def _numbered(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + _few([str(rank) for rank in ranks])
+    return ("rank " if len(ranks) == 1 else "ranks ") + _few(ranks)
 
 
-def _few(names: Sequence[str], most: int = 16) -> str:
-    shown = ", ".join(names[:most])
+def _few(names: Sequence[object], most: int = 16) -> str:
+    shown = ", ".join(map(str, names[:most]))
     return shown if len(names) <= most else f"{shown}, … ({len(names)} in all)"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import InputError
-from toolkit.runs.log_reader import attempt_numbers, modified_at
+from toolkit.runs.log_reader import attempt_numbers, modified_at, nodes_of
 from toolkit.runs.progress import Progress
 from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
@@ -57,7 +57,7 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
         return "torchrun" if not started else "the start of its ranks"
     if len(started) >= nnodes:
         return f"the rendezvous of {nnodes} nodes"
-    return f"torchrun on {_missing(folder, run_dir, started, nnodes)}"
+    return f"torchrun on {_missing(folder, started, nnodes)}"
 
 
 def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
@@ -76,15 +76,12 @@ def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
     return started
 
 
-def _missing(folder: Path, run_dir: Path, started: dict[str, Path | None], nnodes: int) -> str:
+def _missing(folder: Path, started: dict[str, Path | None], nnodes: int) -> str:
     """Name the nodes without a torchrun, as far as they have numbers."""
     share = f"{nnodes - len(started)} of {nnodes} nodes"
     if any(_NODE.fullmatch(name) is None for name in started):  # pods
         return share
-    try:
-        hosts = untrusted.read_text(folder / "nodes", below=run_dir).split()
-    except (OSError, ValueError):
-        hosts = []
+    hosts = nodes_of(folder)
     lacking = [number for number in range(nnodes) if f"node-{number}" not in started]
     names = [hosts[n] if len(hosts) == nnodes else f"node {n}" for n in lacking[:_MOST_NAMED]]
     more = ", …" if len(lacking) > _MOST_NAMED else ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,13 +30,17 @@ class Reported:
 
 
 _REPORT_KEYS = ("time", "host", "rank", "exitcode", "error_file")
+_MOST_INCOMPLETE = 10_000
+"""How many reports may be incomplete at a time: those of all nodes, mixed line by line."""
+
 _REPORT_LINE = re.compile(r" {2}(time|host|rank|exitcode|error_file) *: (.*)")
 
 
 def read_reports(lines: Iterable[str]) -> list[Reported]:
     """Return the failures of all reports in a log; those of several nodes may be mixed."""
     reports: list[Reported] = []
-    incomplete: list[list[str]] = []
+    # The incomplete reports by how many of their lines have come, the oldest first.
+    waiting: list[deque[list[str]]] = [deque(maxlen=_MOST_INCOMPLETE) for _ in _REPORT_KEYS]
     root_causes = 0
     for line in lines:
         root_causes += line.startswith("Root Cause")
@@ -44,15 +49,16 @@ def read_reports(lines: Iterable[str]) -> list[Reported]:
         value = match[2].strip()
         position = _REPORT_KEYS.index(match[1])
         if position == 0:
-            incomplete.append([])
+            waiting[0].append([])
             value += "" if root_causes else ".001"
             root_causes -= bool(root_causes)
-        block = next((block for block in incomplete if len(block) == position), None)
-        if block is None:
+        if not waiting[position]:
             continue
+        block = waiting[position].popleft()
         block.append(value)
-        if len(block) == len(_REPORT_KEYS):
-            incomplete.remove(block)
+        if len(block) < len(_REPORT_KEYS):
+            waiting[len(block)].append(block)
+        else:
             with contextlib.suppress(ValueError, OverflowError, OSError):
                 reports.append(_reported(*block))
     return reports

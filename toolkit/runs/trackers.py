@@ -143,8 +143,9 @@ class _AppendingTracker(Tracker):
         if self._row is not None and self._row.step != step:
             self._pass_on(self._row)
             self._row = None
-        before = self._row.figures if self._row is not None else {}
-        self._row = _Row(step, when, {**before, **_renamed(figures)})
+        row_figures = self._row.figures if self._row is not None else {}
+        row_figures |= _renamed(figures)
+        self._row = _Row(step, when, row_figures)
 
     def close(self, *, ended: bool) -> None:
         """Pass on the last row, unless the run may add to it."""

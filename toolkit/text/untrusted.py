@@ -8,6 +8,7 @@ file, so a caller that can do without the file continues.
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -15,9 +16,8 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 JSON_BYTES = 16 << 20
 """The largest file or answer that is read whole, in bytes."""
@@ -171,8 +171,8 @@ def lines_of_json(path: Path | str, *, limit: int = JSON_BYTES) -> Iterator[Any]
         content = read_bytes(path, limit=limit)
     except OSError:
         return
-    for line in content.split(b"\n"):
-        if line:
+    for line in io.BytesIO(content):
+        if line != b"\n":
             with contextlib.suppress(ValueError):
                 yield parse_json(line)
 
@@ -219,8 +219,7 @@ def write_bytes(
             left = left[file.write(left) :]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FolderEntry:
+class FolderEntry(NamedTuple):
     """A file or folder inside a folder."""
 
     name: str
@@ -256,7 +255,7 @@ def entries(path: Path | str, *, below: Path | None = None) -> list[FolderEntry]
         return []
     finally:
         os.close(handle)
-    return sorted(some, key=lambda one: one.name)
+    return sorted(some)
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -267,6 +266,15 @@ def mapping(value: Any) -> dict[str, Any]:
 def sequence(value: Any) -> list[Any]:
     """Return a JSON array; an empty one for any other value."""
     return value if isinstance(value, list) else []
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most so many characters; the end of a longer one becomes `…`.
+
+    >>> shortened("3.1415926", 5), shortened("3.14", 5)
+    ('3.14…', '3.14')
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def whole(value: Any, *, least: int = 0, most: int = 2**53) -> int | None:

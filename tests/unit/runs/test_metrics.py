@@ -11,6 +11,7 @@ import pandas
 import pytest
 
 from tests.support.told_run import ToldRun, run_at
+from toolkit.runs import curves
 from toolkit.runs.notebook import Curve
 from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
@@ -174,14 +175,15 @@ def test_a_run_that_is_far_away_still_has_a_page() -> None:
 
 
 def test_a_long_curve_is_drawn_small_with_its_true_extremes() -> None:
-    rows: list[dict[str, Any]] = [{"step": s, "loss": 1.0} for s in range(1, 100_001)]
-    rows[50_000]["loss"] = 7.0
-    rows[50_001]["loss"] = float("nan")
-    curve = Curve.of(rows)
+    loss = curves.Curve()
+    for step in range(1, 100_001):
+        loss.add(step, 0.0, 7.0 if step == 50_001 else 1.0)
+    curve = Curve.of(loss)
     assert curve is not None
     assert len(curve.points.split()) <= 1100
     assert (curve.lowest, curve.highest, curve.first, curve.last) == ("1", "7", 1, 100_000)
-    assert Curve.of(rows[:1]) is None
+    loss.cut(2)
+    assert Curve.of(loss) is None
 
 
 def test_waiting_shows_a_bar_where_it_is_asked_for(

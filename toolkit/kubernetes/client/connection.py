@@ -332,14 +332,16 @@ def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:
 
 def lines_of(response: Any) -> Iterator[bytes]:
     """Yield the lines of a response as they come."""
-    rest = b""
+    rest = bytearray()
     for chunk in response.stream(amt=None, decode_content=False):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
+        rest += chunk
+        if b"\n" in chunk:
+            *whole, rest = rest.split(b"\n")
+            yield from map(bytes, whole)
         if len(rest) > _LINE_BYTES:
             raise LauncherError("the API server sends a line without an end")
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
 def hang_up(response: Any) -> None:

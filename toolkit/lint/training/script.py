@@ -240,7 +240,8 @@ def read_training_script(text: str, source: str) -> TrainingScript:
         place = source if error.lineno is None else f"{source}:{error.lineno}"
         raise InputError(f"is no Python: {error.msg}; mend it first", place=place) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"cannot be read as Python: {error}", place=source) from None
+        reason = str(error) or "it is nested too deeply"
+        raise InputError(f"cannot be read as Python: {reason}", place=source) from None
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
