@@ -22,6 +22,9 @@ from toolkit.runs.log_reader import LogFilter, LogView
 _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""
 
+_MOST_WAITING = 10_000
+"""How many lines of all pods wait to be shown; the others stay on the server meanwhile."""
+
 _LAST_ROUNDS = 4
 """How often at most the rest of the logs of pods that have ended is looked for."""
 
@@ -84,24 +87,31 @@ class _PodLog:
         def work() -> None:
             try:
                 for line in self.filter.shown(self.read(cluster, start, follow=True)):
-                    lines.put(line)
+                    self.hand(lines, line)
                 # Of one that was running, a connection that closed early looks the same: ask again.
                 if not start.running:
                     self.complete.add(start.container_id)
                     for line in self.filter.shown((), ended=True):
-                        lines.put(line)
+                        self.hand(lines, line)
             except Away:
                 pass  # the next round tries again
             except Missing:
                 self.complete.add(start.container_id)
             except LauncherError as error:
-                lines.put(error)
+                self.hand(lines, error)
             except (OSError, ValueError, AttributeError):
                 if not self.stopping.is_set():
                     raise
 
         self.thread = threading.Thread(target=work, name=f"log-{self.pod}", daemon=True)
         self.thread.start()
+
+    def hand(self, lines: _Lines, line: str | LauncherError) -> None:
+        """Hand a line over when there is room for it, unless nobody takes it any more."""
+        while not self.stopping.is_set():
+            with contextlib.suppress(queue.Full):
+                lines.put(line, timeout=_POLL_S / 2)
+                return
 
     def read(self, cluster: Cluster, start: _ContainerStart, *, follow: bool) -> Iterator[str]:
         """Yield the lines that were not read before."""
@@ -152,7 +162,7 @@ def read_lines(
 
     `look` returns the current pods, and `prefix` what stands before each line of a pod.
     """
-    lines: _Lines = queue.Queue()
+    lines: _Lines = queue.Queue(_MOST_WAITING)
     logs: dict[str, _PodLog] = {}
     last_round = not view.follow
     rounds = 0
@@ -193,10 +203,11 @@ def read_lines(
                     look_again = min(look_again, time.monotonic() + _POLL_S / 5)
                 most = reading
                 with contextlib.suppress(queue.Empty):
-                    line = lines.get(timeout=_POLL_S / 20)
-                    if isinstance(line, LauncherError):
-                        raise line
-                    yield line
+                    for taken in range(_MOST_WAITING):
+                        line = lines.get(timeout=0 if taken else _POLL_S / 20)
+                        if isinstance(line, LauncherError):
+                            raise line
+                        yield line
                 if not last_round and time.monotonic() > look_again:
                     break
             # One that was being read when all had ended may have started again before that.

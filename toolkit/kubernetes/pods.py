@@ -30,7 +30,7 @@ _ON_THE_WAY = ("ContainerCreating", "PodInitializing")
 _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated")
 """Reasons in a pod's status when the kubelet or its node has ended it."""
 
-_LACKING = re.compile(r"\d+ Insufficient ([\w./-]*\w)")
+_LACKING = re.compile(r"\d Insufficient ([\w./-]*\w)")
 """The scheduler's message about nodes that have too little of a resource."""
 
 _INDEX_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")

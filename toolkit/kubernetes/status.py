@@ -78,8 +78,8 @@ class Evidence:
     jobs: Sequence[Object] = ()
     """The Jobs between it and its pods."""
 
-    queued: Sequence[Object] | None = None
-    """Kueue's Workloads, its own among them where it has one; None where they cannot be seen."""
+    queued: Mapping[str, Object] | None = None
+    """Kueue's Workloads by the ids of their owners; None where they cannot be seen."""
 
     lost: str = ""
     """Which node of its running pods is lost, and since when."""
@@ -109,9 +109,10 @@ def evidence_of(
     if active:
         for pod in unless_refused(lambda: cluster.pods(selector_of(RUN_LABEL, active))) or []:
             pods[label_of(pod, RUN_LABEL)].append(pod)
-    queued: Sequence[Object] | None = None
+    queued: Mapping[str, Object] | None = None
     if any(label_of(objects[name], _QUEUE_LABEL) for name in held):
-        queued = unless_refused(cluster.queued)
+        workloads = unless_refused(cluster.queued)
+        queued = None if workloads is None else by_owner(workloads)
     stuck = {name: stuck_objects(kind, objects[name], pods.get(name, ())) for name in active}
     names = {name for stuck_names in stuck.values() for name in stuck_names}
     events: defaultdict[str, list[Object]] = defaultdict(list)
@@ -136,6 +137,15 @@ def evidence_of(
         )
         for name in states
     }
+
+
+def by_owner(things: Iterable[Object]) -> dict[str, Object]:
+    """Return objects by the ids of their owners; of several with one owner, the first."""
+    owned: dict[str, Object] = {}
+    for thing in things:
+        for owner in thing["metadata"].get("ownerReferences") or ():
+            owned.setdefault(str(owner.get("uid")), thing)
+    return owned
 
 
 def _lost_node(cluster: Cluster, pods: Iterable[Object]) -> str:
@@ -185,10 +195,8 @@ def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None)
         if queue := label_of(obj, _QUEUE_LABEL):
             if evidence.queued is None:
                 return RunStatus(state=state, reason=f"waits in queue {queue!r}")
-            uid = obj["metadata"].get("uid")
-            owners = ((w, w["metadata"].get("ownerReferences") or ()) for w in evidence.queued)
-            owned = (w for w, refs in owners if any(owner.get("uid") == uid for owner in refs))
-            reason = queue_reason(queue, own := next(owned, None))
+            own = evidence.queued.get(str(obj["metadata"].get("uid")))
+            reason = queue_reason(queue, own)
             # Kueue takes the quota back when the pods that it stops are gone.
             if own and {"Evicted", "QuotaReserved"} <= true_conditions(own).keys():
                 state = RunState.RUNNING

@@ -63,6 +63,10 @@ _ATTEMPTS = 3
 
 _PROGRAM = Path(__file__).parent / "volume_agent.py"
 
+_SIZE = re.compile(rb"-|[0-9]{1,18}")
+_LONGEST_SIZE, _LONGEST_TAIL = 18, 1 << 10
+"""Bytes that the size of a file takes at most, which comes first, and those after its content."""
+
 _RBAC = re.compile(r" cannot \w+ resource ")
 
 
@@ -146,13 +150,17 @@ class _Received:
         """Take the next part."""
         if self._left is None:
             self._head, line, part = (self._head + part).partition(b"\n")
-            if not line:
+            if not line and len(self._head) <= _LONGEST_SIZE:
                 return
+            if not line or not _SIZE.fullmatch(self._head):
+                raise LauncherError("what comes from the claim is no file")
             self._left = self.size = 0 if self._head == b"-" else int(self._head)
         content = part[: self._left]
         self._left -= len(content)
         self._digest.update(content)
         self._tail += part[len(content) :]
+        if len(self._tail) > _LONGEST_TAIL:
+            raise LauncherError("a file of the claim comes here with more than its bytes")
         try:
             self._out.write(content)
         except OSError as error:  # which would else be taken for one of the connection

@@ -68,6 +68,8 @@ class _Forwarder:
                     return  # just being written
                 limit -= len(line)
                 self._offset += len(line)
+                if line == b"\n":
+                    continue
                 with contextlib.suppress(ValueError):  # torn by a kill, or the rest of a long line
                     yield untrusted.parse_json(line)
 

@@ -59,7 +59,7 @@ class LogView:
     def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
         """Yield the lines of the ranks that are wanted, as the ranks have written them."""
         for line in lines:
-            if torn := _TORN.fullmatch(line):
+            if line.startswith("[rank ") and (torn := _TORN.fullmatch(line)):
                 line = torn[1]
             of = _RANK.match(line) if self.ranks else None
             if not self.ranks or (of and int(of[1]) in self.ranks):
@@ -110,7 +110,7 @@ class LogFilter:
 
     def _without_stop_traces(self, lines: Iterable[str], ended: bool) -> Iterator[str]:
         for line in lines:
-            if _NOISE.fullmatch(line):
+            if "socket.cpp" in line and _NOISE.fullmatch(line):
                 continue
             if line.startswith(_STARTS) or (self._held and _STOP_TRACE.match(line)):
                 self._held.append(line)

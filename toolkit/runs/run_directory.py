@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -356,8 +357,12 @@ class MetricRecord(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The record as a row of a table."""
-        return {key: value for key, value in self.values.items() if key != "version"}
+        """The record as a row of a table, which has no lists; rows share the names of columns."""
+        return {
+            sys.intern(key): value
+            for key, value in self.values.items()
+            if key != "version" and not isinstance(value, list | dict)
+        }
 
 
 def recorded_metrics(run_dir: Path) -> Iterator[MetricRecord]:

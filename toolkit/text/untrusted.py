@@ -191,7 +191,7 @@ def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[An
         while limit > 0 and (line := file.readline(min(line_limit, limit))):
             limit -= len(line)
             begins, whole_line = whole_line, line.endswith(b"\n")
-            if begins and whole_line:
+            if begins and whole_line and line != b"\n":
                 with contextlib.suppress(ValueError):
                     yield parse_json(line)
 

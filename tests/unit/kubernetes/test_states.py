@@ -6,7 +6,14 @@ import pytest
 
 from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes.pods import last_words, scheduled_of
-from toolkit.kubernetes.status import Evidence, digest, queue_reason, status_of, stuck_objects
+from toolkit.kubernetes.status import (
+    Evidence,
+    by_owner,
+    digest,
+    queue_reason,
+    status_of,
+    stuck_objects,
+)
 from toolkit.kubernetes.workloads import KINDS
 from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.state import RunState, RunStatus
@@ -60,6 +67,8 @@ def status(state: RunState, reason: str = "") -> RunStatus:
 
 
 def judged(found: Any, workload: Workload = "Job", **evidence: Any) -> RunStatus:
+    if "queued" in evidence:
+        evidence["queued"] = by_owner(evidence["queued"])
     return status_of(KINDS[workload], found, Evidence(**evidence))
 
 

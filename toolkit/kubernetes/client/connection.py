@@ -52,9 +52,7 @@ _NO_LOG = re.compile("previous terminated container .* not found|waiting to star
 """Messages of the API server with 400 for a container without a log."""
 
 
-_UNKNOWN_FIELD = re.compile(
-    "failed to create typed patch object.*not declared in schema", re.DOTALL
-)
+_UNKNOWN_FIELD = ("failed to create typed patch object", "not declared in schema")
 """Message with 500 for an unknown field under server-side apply: a refusal (seen on 1.34.9)."""
 
 
@@ -366,7 +364,7 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
         return NotServed(words)
     if status == 401:
         return LauncherError(f"the cluster does not accept your credentials ({words}); log in anew")
-    if status == 429 or (status >= 500 and not _UNKNOWN_FIELD.search(words)):
+    if status == 429 or (status >= 500 and not all(part in words for part in _UNKNOWN_FIELD)):
         wait_s = None
         with contextlib.suppress(KeyError, ValueError):
             wait_s = untrusted.finite(float(headers["Retry-After"]))
