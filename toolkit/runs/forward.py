@@ -5,9 +5,10 @@ fails with it. The tracker gets one curve over all attempts, with each step once
 """
 
 import contextlib
+import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.=+-]*)?", re.ASCII)
 """Names of runs, or of a sweep and its point. The writer of a run directory may have named
 the run anything, such as a path to another folder."""
 
+_MOST_NAMES = 1000
+"""How many names of figures a tracker gets of a run."""
+
 _LINE_BYTES = 1 << 16
 _READ_BYTES = 64 << 20
 """How much is read at a time, so that a file of gibibytes is no memory of gibibytes."""
@@ -35,7 +39,7 @@ class _Forwarder:
 
     def __init__(self, run: "Run", tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
-        self._reader, self._offset = MetricReader(), 0
+        self._reader, self._offset, self._names = MetricReader(), 0, set[str]()
         self.has_ended = False
         self.records = 0
         """How many records have been passed on."""
@@ -55,9 +59,15 @@ class _Forwarder:
                     self.tracker.begin(record.step)
                 when = untrusted.moment(record.values.get("time"))
                 if when is not None:
-                    self.tracker.add(record.step, when, figures_of(record))
+                    self.tracker.add(record.step, when, self._known(figures_of(record)))
                     self.records += 1
         self.tracker.flush()
+
+    def _known(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures whose names are among the first ones of the run."""
+        new = (name for name in figures if name not in self._names)
+        self._names |= set(itertools.islice(new, _MOST_NAMES - len(self._names)))
+        return {name: value for name, value in figures.items() if name in self._names}
 
     def _new_lines(self, path: Path) -> Iterator[object]:
         with contextlib.suppress(FileNotFoundError), untrusted.open_untrusted(path) as file:

@@ -27,7 +27,7 @@ from toolkit.runs.log_reader import attempt_folders, nodes_of
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
 from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import stalls_of
+from toolkit.runs.stacks import Stall, stalls_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.quantities import rounded_duration
@@ -434,13 +434,16 @@ def _stalls(run: "Run") -> Iterator[dict[str, str]]:
     if run.run_dir is None:
         return
     mask = mask_of(run.run_dir)
-    for stall in stalls_of(run.run_dir, _MOST_STALLS):
+
+    def shown(stall: Stall) -> dict[str, str]:
         ended = "; the rank was killed" if stall.kills else ""
         lines = itertools.islice(stall.stacks.lines(), _MOST_LINES)
-        yield {
+        return {
             "said": mask.hide(f"attempt {stall.attempt}: {stall.why}{ended}"),
             "stacks": mask.hide("\n".join(line[:_LINE] for line in lines)),
         }
+
+    yield from map(shown, stalls_of(run.run_dir, _MOST_STALLS))
 
 
 def _ranks(facts: _Facts) -> dict[str, Any] | None:

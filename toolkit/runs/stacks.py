@@ -37,7 +37,7 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a dis
 """Names of Linux's process states (proc(5)) in which Python does not run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
     """A line of a stack."""
 
@@ -46,7 +46,7 @@ class Frame:
     function: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankStacks:
     """The state of one rank."""
 
@@ -184,30 +184,32 @@ class Stall:
     """The states of the ranks at that time."""
 
 
-def stalls_of(run_dir: Path, most: int) -> list[Stall]:
-    """Return the newest stalls of a run, at most so many, the oldest first."""
-    stalls: list[Stall] = []
+def stalls_of(run_dir: Path, most: int) -> Iterator[Stall]:
+    """Yield the newest stalls of a run, at most so many, the oldest first.
+
+    The answers of all ranks may be large: those of one stall are read at a time.
+    """
+    named: list[tuple[Path, dict[str, Any]]] = []
     for attempt in reversed(attempt_folders(run_dir)):
-        folder = attempt / "watchdog"
         lines = untrusted.stream_json(
-            folder / "stalls.jsonl", limit=_LINES_BYTES, line_limit=_LONGEST_LINE
+            attempt / "watchdog/stalls.jsonl", limit=_LINES_BYTES, line_limit=_LONGEST_LINE
         )
         stalled = (line for line in map(untrusted.mapping, lines) if line.get("stalled") is True)
-        for line in reversed(deque(stalled, maxlen=most - len(stalls))):
-            name = line.get("asked")
-            answers = _answers_in(folder, f"answer-{name}-") if isinstance(name, str) else []
-            stalls.append(
-                Stall(
-                    attempt=int(attempt.name.removeprefix("attempt-")),
-                    when=untrusted.moment(line.get("time")),
-                    why=_why(line),
-                    kills=line.get("kills") is True,
-                    stacks=read_answers(answers),
-                )
-            )
-        if len(stalls) >= most:
+        newest = deque(stalled, maxlen=most - len(named))
+        named += [(attempt, line) for line in reversed(newest)]
+        if len(named) >= most:
             break
-    return stalls[::-1]
+    for attempt, line in reversed(named):
+        name = line.get("asked")
+        folder = attempt / "watchdog"
+        answers = _answers_in(folder, f"answer-{name}-") if isinstance(name, str) else []
+        yield Stall(
+            attempt=int(attempt.name.removeprefix("attempt-")),
+            when=untrusted.moment(line.get("time")),
+            why=_why(line),
+            kills=line.get("kills") is True,
+            stacks=read_answers(answers),
+        )
 
 
 def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:

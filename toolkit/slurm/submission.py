@@ -79,6 +79,15 @@ def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
     return [job for line in lines if (job := _job(line)) is not None]
 
 
+def jobs_stamp(run_dir: Path | None) -> tuple[int, int, int] | None:
+    """Return what changes when jobs are added to those of a run; None where there is no file."""
+    try:
+        info = Path(f"{run_dir}/{_JOBS}").stat()
+    except OSError:
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns
+
+
 def _job(line: Any) -> SlurmJob | None:
     """Return the job of a line of the file; None if the line does not describe one."""
     data = untrusted.mapping(line)

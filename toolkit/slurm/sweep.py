@@ -22,7 +22,7 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, status_of
-from toolkit.slurm.submission import SlurmJob
+from toolkit.slurm.submission import SlurmJob, jobs_stamp
 from toolkit.text import untrusted
 
 _POINTS, _VERSION, _BYTES = "points.jsonl", 1, 64 << 20
@@ -32,6 +32,9 @@ _NAME = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
 
 class SlurmSweep(SlurmRun):
     """All points of a sweep together."""
+
+    _known: tuple[Snapshot, object, Mapping[str, JobRow], Mapping[int, SlurmJob]] | None = None
+    _known_jobs: tuple[object, Mapping[int, SlurmJob]] | None = None
 
     @cached_property
     def points(self) -> "tuple[SlurmPoint, ...]":
@@ -47,13 +50,28 @@ class SlurmSweep(SlurmRun):
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each point from Slurm's answer and its run directory."""
-        rows = self._rows_in(snapshot)
-        newest = self.newest(rows)
+        rows, newest = self.known_in(snapshot)
         return [point.status_in(rows, newest[point.index], snapshot) for point in self.points]
+
+    def known_in(self, snapshot: Snapshot) -> tuple[Mapping[str, JobRow], Mapping[int, SlurmJob]]:
+        """Return what an answer has of the sweep, once for all points: rows, and newest jobs."""
+        stamp = jobs_stamp(self.run_dir)
+        if self._known is None or self._known[0] is not snapshot or self._known[1] != stamp:
+            rows = self._rows_in(snapshot)
+            self._known = snapshot, stamp, rows, self.newest(rows)
+        return self._known[2:]
 
     def newest(self, rows: Mapping[str, JobRow]) -> Mapping[int, SlurmJob]:
         """Return the newest job of each point, those that people have submitted included."""
-        jobs = self._jobs_of(rows) or self.jobs
+        if jobs := self._jobs_of(rows):
+            return self._by_point(jobs)
+        # Each point asks; the file of the jobs is read again when it has changed.
+        stamp = jobs_stamp(self.run_dir)
+        if self._known_jobs is None or self._known_jobs[0] != stamp:
+            self._known_jobs = stamp, self._by_point(self.jobs)
+        return self._known_jobs[1]
+
+    def _by_point(self, jobs: Sequence[SlurmJob]) -> Mapping[int, SlurmJob]:
         return {
             index: job
             for job in jobs
@@ -144,8 +162,8 @@ class SlurmPoint(SlurmRun):
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of this point."""
-        rows = self._rows_in(snapshot)
-        return (self.status_in(rows, self.sweep.newest(rows)[self.index], snapshot),)
+        rows, newest = self.sweep.known_in(snapshot)
+        return (self.status_in(rows, newest[self.index], snapshot),)
 
     def status_in(
         self, rows: Mapping[str, JobRow], job: SlurmJob, snapshot: Snapshot
