@@ -11,7 +11,6 @@ import re
 import selectors
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from bisect import bisect_left
@@ -36,6 +35,8 @@ TRANSFER_S = 3600.0
 """How long files may be on their way to a login node, or back."""
 
 _CHUNK = 1 << 16
+_LOOK_S = 0.05
+"""How often a command that has closed its stdout is asked whether it has ended."""
 
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a command of Slurm and returns its output; tests pass their own."""
@@ -107,32 +108,41 @@ def run_limited(
             process.stdin.close()
 
     deadline = time.monotonic() + limit_s
-    # stderr goes to a file: what ssh leaves in the background keeps it, and would keep a pipe open.
+    stdout, stderr = bytearray(), bytearray()
     with (
-        tempfile.TemporaryFile() as errors,
         subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
         ) as process,
         selectors.DefaultSelector() as selector,
     ):
-        assert process.stdout is not None
-        selector.register(process.stdout, selectors.EVENT_READ)
+        assert process.stdout is not None and process.stderr is not None
+        selector.register(process.stdout, selectors.EVENT_READ, show or stdout.extend)
+        selector.register(process.stderr, selectors.EVENT_READ, stderr.extend)
         writer = threading.Thread(target=write, args=(process,), daemon=True)
         writer.start()
-        output = bytearray()
         try:
-            while True:
+            while pipes := selector.get_map():
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
-                if selector.select(min(1.0, left_s)):
-                    if not (chunk := os.read(process.stdout.fileno(), _CHUNK)):
-                        break
-                    if show is None:
-                        output += chunk
+                # What ssh leaves in the background keeps stderr open, but prints no part of the
+                # answer.
+                only_stderr = process.stdout not in pipes
+                ended = only_stderr and process.poll() is not None
+                pause_s = 0.0 if ended else _LOOK_S if only_stderr else left_s
+                ready = selector.select(min(pause_s, left_s, 1.0))
+                for key, _ in ready:
+                    if chunk := os.read(key.fd, _CHUNK):
+                        key.data(chunk)
                     else:
-                        show(chunk)
-                if len(output) + os.fstat(errors.fileno()).st_size > ANSWER_BYTES:
+                        selector.unregister(key.fileobj)
+                if len(stdout) + len(stderr) > ANSWER_BYTES:
                     raise TooLong(f"{argv[0]} prints more than {ANSWER_BYTES >> 20} MiB: ended")
+                if ended and not ready:
+                    break
             process.wait(None if math.isinf(deadline) else max(0.0, deadline - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             process.kill()
@@ -143,10 +153,8 @@ def run_limited(
         finally:
             # The process may still be writing when its output is closed.
             writer.join(timeout=1.0)
-        errors.seek(0)
-        printed = (bytes(output), errors.read(ANSWER_BYTES))
-    stdout, stderr = (text.decode(errors="replace") for text in printed)
-    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
+    texts = (bytes(printed).decode(errors="replace") for printed in (stdout, stderr))
+    return subprocess.CompletedProcess(argv, process.returncode, *texts)
 
 
 def only_asks(argv: Sequence[str]) -> bool:
