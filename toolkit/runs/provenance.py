@@ -7,13 +7,14 @@ import contextlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
 from toolkit.errors import LauncherError, NewerFormat
+from toolkit.runs.git_commands import run_git, without_filters
 from toolkit.runs.record_version import require_known
 from toolkit.text import secret_scan, untrusted
 
@@ -45,15 +46,18 @@ def collect(folder: Path | None = None) -> dict[str, Any]:
 def _git_state(folder: Path) -> dict[str, Any]:
     """Return commit, branch and changes of a working tree; empty without a tree, or without git.
 
-    Git itself refuses a repository of another user, whose configuration could name programs.
+    Changes within a submodule do not count before they are committed there.
     """
     try:
         commit = _git(folder, "rev-parse", "HEAD").strip()
         branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
-        changed = _git(folder, "status", "--porcelain")
+        settings = without_filters(folder, limit_s=_GIT_S)
+        own = "--ignore-submodules=dirty"  # a submodule has a configuration of its own
+        changed = _git(folder, "status", "--porcelain", own, settings=settings)
         state: dict[str, Any] = {"commit": commit, "branch": branch, "dirty": bool(changed)}
         if changed:
-            diff = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+            plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
+            diff = _git(folder, "diff", "HEAD", own, *plain, settings=settings)
             if len(diff.encode()) <= _DIFF_BYTES:
                 state["diff"] = secret_scan.conceal(
                     secret_scan.Mask(secret_scan.values_of(os.environ)).hide(diff)
@@ -63,14 +67,9 @@ def _git_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _git(folder: Path, *words: str) -> str:
-    # Without locks: a `git commit` in another terminal must not fail because of a submission.
-    done = subprocess.run(
-        ["git", "-C", folder, "--no-optional-locks", *words],
-        check=True,
-        capture_output=True,
-        timeout=_GIT_S,
-    )
+def _git(folder: Path, *words: str, settings: Sequence[str] = ()) -> str:
+    done = run_git(folder, *words, settings=settings, limit_s=_GIT_S)
+    done.check_returncode()
     return done.stdout.decode("utf-8", "replace")
 
 

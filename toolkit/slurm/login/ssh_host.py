@@ -23,6 +23,7 @@ from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
+from toolkit.runs.git_commands import run_git
 from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
@@ -344,7 +345,7 @@ def working_tree(folder: Path) -> WorkingTree:
         LauncherError: git is not installed, or the folder is not a repository.
     """
     try:
-        top = _git(folder, "rev-parse", "--show-toplevel")
+        top = run_git(folder, "rev-parse", "--show-toplevel")
     except FileNotFoundError:
         why = "git is not in PATH, and only git knows what belongs to a project"
         raise LauncherError(why) from None
@@ -360,7 +361,7 @@ def working_tree(folder: Path) -> WorkingTree:
 
 def _files(root: Path, below: str) -> Iterator[str]:
     """Yield the files of the repository `below` the root, and of those within it."""
-    listed = _git(root / below, "ls-files", "-z", "-co", "--exclude-standard")
+    listed = run_git(root / below, "ls-files", "-z", "-co", "--exclude-standard")
     if listed.returncode != 0:
         raise LauncherError(f"git ls-files in {root / below}: {os.fsdecode(listed.stderr).strip()}")
     for entry in os.fsdecode(listed.stdout).split("\0"):
@@ -373,7 +374,3 @@ def _files(root: Path, below: str) -> Iterator[str]:
             yield name
         elif (path / ".git").exists():  # a submodule, or a repository that was not added
             yield from _files(root, name)
-
-
-def _git(folder: Path, *words: str) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(["git", "-C", folder, *words], capture_output=True, check=False)
