@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
-from toolkit.kubernetes.client.resources import Cluster, selector_of
+from toolkit.kubernetes.client.resources import Cluster, pod_selector_of, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
@@ -83,8 +83,13 @@ class KubernetesRun(Run):
 
     @property
     def selector(self) -> str:
-        """The selector of its object and its pods."""
+        """The selector of its object."""
         return selector_of(RUN_LABEL, [self.object_name])
+
+    @property
+    def pod_selector(self) -> str:
+        """The selector of its pods."""
+        return pod_selector_of(self.kind, self.selector)
 
     @property
     def batch_key(self) -> tuple[Hashable, ...]:
@@ -229,7 +234,7 @@ class KubernetesRun(Run):
             obj = self.cluster.get(self.kind, self.object_name)
             if obj is None or state_of(self.kind, obj)[0] is RunState.SUCCEEDED:
                 return None
-            return failure_of(self.cluster, self.kind, obj, self.selector, attempt)
+            return failure_of(self.cluster, self.kind, obj, self.pod_selector, attempt)
 
         failure = self.cluster.connection.patiently(question, attempts=_READ_ATTEMPTS)
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
@@ -246,12 +251,12 @@ class KubernetesRun(Run):
         if self.points:
             return None
         glimpse = glimpse_of((*self.batch_key, self.object_name))
-        return glimpse.folder(self.cluster, self.selector, self.kind.container)
+        return glimpse.folder(self.cluster, self.pod_selector, self.kind.container)
 
     def scheduled(self) -> list[Scheduled]:
         """Return the times of the starts whose pods are still there."""
         try:
-            return scheduled_of(self.cluster.pods(self.selector))
+            return scheduled_of(self.cluster.pods(self.pod_selector))
         except LauncherError:
             return []  # goodput tells less without them
 
@@ -287,7 +292,7 @@ class KubernetesRun(Run):
         def look() -> Round:
             if view.follow:
                 return self._round(on_status)
-            pods = self.cluster.pods(self.selector)
+            pods = self.cluster.pods(self.pod_selector)
             attempts = sorted({n for pod in pods if (n := attempt_of(pod)) is not None})
             if view.attempt is not None and attempts and view.attempt not in attempts:
                 message = (
@@ -307,18 +312,18 @@ class KubernetesRun(Run):
         obj = self.cluster.get(self.kind, self.object_name)
         if obj is None:
             on_status(self._gone())
-            return Round(pods=self.cluster.pods(self.selector))
+            return Round(pods=self.cluster.pods(self.pod_selector))
         by_name = evidence_of(self.cluster, self.kind, {self.object_name: obj})
         evidence = by_name.get(self.object_name, Evidence())
         status = self._seen(status_of(self.kind, obj, evidence), obj)
         on_status(status)
         pods = evidence.pods
         if not pods and status.state is not RunState.PENDING:
-            pods = self.cluster.pods(self.selector)
+            pods = self.cluster.pods(self.pod_selector)
         return Round(pods=pods, ended=status.state.final)
 
     def _exchange(self) -> Exchange:
-        return PodsExchange(self.cluster, self.selector, self.kind.container)
+        return PodsExchange(self.cluster, self.pod_selector, self.kind.container)
 
     def _redacted(self, lines: Iterator[str]) -> Iterator[str]:
         return redacted(lines, self.run_dir, self.environ)
@@ -384,7 +389,7 @@ class KubernetesSweep(KubernetesRun):
 
     @property
     def selector(self) -> str:
-        """The selector of the points' objects and pods."""
+        """The selector of the points' objects."""
         return selector_of(SWEEP_LABEL, [self.object_name])
 
     def cancel(self) -> None:
@@ -421,7 +426,7 @@ class KubernetesSweep(KubernetesRun):
                 ended = status.state.final or status.lost
             pods = [
                 pod
-                for pod in self.cluster.pods(self.selector)
+                for pod in self.cluster.pods(self.pod_selector)
                 if label_of(pod, RUN_LABEL) in points
             ]
             return Round(

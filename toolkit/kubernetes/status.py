@@ -13,7 +13,7 @@ from functools import partial
 
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, unless_refused
-from toolkit.kubernetes.client.resources import NODES, Cluster, selector_of
+from toolkit.kubernetes.client.resources import NODES, Cluster, pod_selector_of, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
 from toolkit.kubernetes.pods import (
     FATAL,
@@ -107,7 +107,8 @@ def evidence_of(
     active = [name for name in states if name not in held]
     pods: defaultdict[str, list[Object]] = defaultdict(list)
     if active:
-        for pod in unless_refused(lambda: cluster.pods(selector_of(RUN_LABEL, active))) or []:
+        selector = pod_selector_of(kind, selector_of(RUN_LABEL, active))
+        for pod in unless_refused(lambda: cluster.pods(selector)) or []:
             pods[label_of(pod, RUN_LABEL)].append(pod)
     queued: Mapping[str, Object] | None = None
     if any(label_of(objects[name], _QUEUE_LABEL) for name in held):

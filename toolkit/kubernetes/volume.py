@@ -244,7 +244,7 @@ def _fetched(run: "KubernetesRun", targets: Mapping[str, Path], report: Report) 
         )
     running: list[Object] = []
     with contextlib.suppress(Denied):
-        running = [pod for pod in cluster.pods(run.selector) if is_up(pod)]
+        running = [pod for pod in cluster.pods(run.pod_selector) if is_up(pod)]
     for pod in running[:1]:
         name = str(pod["metadata"]["name"])
         with contextlib.suppress(Missing):  # it has ended just now

@@ -117,6 +117,11 @@ class KubernetesPlan(plans.LaunchPlan):
         return f"kubernetes/{self.workload.lower()}.yaml.j2"
 
     @property
+    def pods_selected(self) -> dict[str, str]:
+        """The labels by which the NetworkPolicy and the Service select the pods of the run."""
+        return pods.pods_selected(self.workload, self.run_name)
+
+    @property
     def objects(self) -> "Sequence[KubernetesPlan]":
         """The plans to render: this one, or those of a sweep's points."""
         return self.parts or (self,)

@@ -22,6 +22,9 @@ FILE_MARK = f"@{MANAGER} "
 RUN_LABEL = f"{MANAGER}/run"
 """The label by which everything that belongs to a run is found."""
 
+WORKLOAD_LABEL = f"{MANAGER}/workload"
+"""The label of pods that holds the kind of their workload: names are unique only within a kind."""
+
 SWEEP_LABEL = f"{MANAGER}/sweep"
 """The label by which all points of a sweep are found."""
 
@@ -114,7 +117,7 @@ def pod_of(
     grace_s: int,
 ) -> Pod:
     """Return the pods of a job; each runs one torchrun."""
-    labels = dict(labels)
+    labels = {**labels, WORKLOAD_LABEL: workload_of(job, profile)}
     annotations: dict[str, str] = {}
     spec: dict[str, Any] = {}
     if profile.gang_scheduler:
@@ -177,6 +180,11 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
     return f"{run_name}-node-0-0.{run_name}"
 
 
+def pods_selected(workload: Workload, run_name: str) -> dict[str, str]:
+    """Return the labels by which the pods of a run, and no others, are selected."""
+    return {RUN_LABEL: run_name, WORKLOAD_LABEL: workload}
+
+
 def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
     """Return nested mappings and sequences with the run's name replaced in every label.
 
@@ -218,7 +226,7 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
         ),
         *({"key": f"node.kubernetes.io/{taint}", **lost} for taint in _LOST),
     ]
-    selector = {"matchLabels": {RUN_LABEL: run_name}}
+    selector = {"matchLabels": pods_selected(workload_of(job, profile), run_name)}
     affinity: dict[str, Any] = {}
     near = profile.topology
     if near and not (job.kubernetes.queue or profile.queue):

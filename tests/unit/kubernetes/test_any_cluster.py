@@ -41,20 +41,22 @@ def test_what_is_made_is_what_render_shows_and_the_rest_goes_with_it(live: Live)
     expected = shown(live, run.name, **NOWHERE)
     assert expected[-1]["kind"] == live.workload
     owner = live.cluster.job(run.name, kind=live.workload)["metadata"]["uid"]
-    kinds = [document["kind"] for document in expected]
-    assert "NetworkPolicy" in kinds
+    names = {document["kind"]: document["metadata"]["name"] for document in expected}
+    assert names["NetworkPolicy"] == f"{run.name}-{live.workload.lower()}"
     for document in expected:
         (made,) = [
             one["metadata"]
             for one in live.cluster.objects(document["kind"])
-            if one["metadata"]["name"] == run.name
+            if one["metadata"]["name"] == document["metadata"]["name"]
         ]
         assert made["namespace"] == document["metadata"]["namespace"]
         assert made["labels"].items() >= document["metadata"]["labels"].items()
         if document["kind"] != live.workload:
             assert [reference["uid"] for reference in made["ownerReferences"]] == [owner]
     live.cluster.delete(run.name, kind=live.workload)
-    live.until(lambda: not any(run.name in live.names(kind) for kind in kinds), "all are gone")
+    live.until(
+        lambda: not any(name in live.names(kind) for kind, name in names.items()), "all are gone"
+    )
 
 
 @every_workload

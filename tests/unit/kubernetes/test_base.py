@@ -24,7 +24,7 @@ from toolkit.kubernetes import KubernetesLauncher, volume, watch_states
 from toolkit.kubernetes.client.connection import Connection
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.workloads import KINDS
-from toolkit.planning.pods import MANAGER
+from toolkit.planning.pods import MANAGER, WORKLOAD_LABEL
 
 Object = dict[str, Any]
 
@@ -339,6 +339,8 @@ def test_a_trainjob_laid_over_the_runtime_is_the_pod_of_the_other_workloads(
     # As Trainer does it: a strategic merge of the Job's template (mergeRuntimePatches).
     made = laid_over(node(runtime()), change["template"])["spec"]["template"]
     wanted = jobset["replicatedJobs"][0]["template"]["spec"]["template"]
+    kinds = [pod["metadata"]["labels"].pop(WORKLOAD_LABEL) for pod in (made, wanted)]
+    assert kinds == ["TrainJob", "JobSet"]
     (container,), (other,) = made["spec"].pop("containers"), wanted["spec"].pop("containers")
     # What Trainer takes from the TrainJob itself. Its names differ, and so do those of the hosts.
     brought = {"image", "command", "args", "env", "resources"}

@@ -168,7 +168,7 @@ def test_a_start_that_ends_while_the_one_before_it_is_read_is_shown_too(site: Si
             if not ended:
                 site.server.finish(run.name)
             ended.append(True)
-        return Round(pods=Seen(run.cluster.pods(run.selector)), ended=bool(ended))
+        return Round(pods=Seen(run.cluster.pods(run.pod_selector)), ended=bool(ended))
 
     lines = read_lines(run.cluster, run.kind, LogView(follow=True), look, lambda _: "")
     assert list(lines) == ["one", "two"]

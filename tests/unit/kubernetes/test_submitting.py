@@ -171,7 +171,7 @@ def test_what_is_made_is_what_render_shows_strictly_and_by_our_manager(site: Sit
     run = site.submit(**job)
     expected = site.shown(run.name, **job)
     for document in expected:
-        made = site.server.object(document["kind"], run.name)
+        made = site.server.object(document["kind"], document["metadata"]["name"])
         for key in ("labels", "name", "namespace"):
             assert made["metadata"][key] == document["metadata"][key]
     assert expected[-1]["kind"] == site.workload

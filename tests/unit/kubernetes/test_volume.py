@@ -449,8 +449,10 @@ def test_a_transfer_is_no_pod_of_the_run(site: Site, server: FakeKubernetes, unt
     with transfer(run.cluster, run.kind, found):
         assert len(pods(server)) == 2
         assert (run.status(), list(run.logs())) == before
-        assert len(run.cluster.pods(run.selector)) == 1
-        policy = server.object("NetworkPolicy", run.name)["spec"]["podSelector"]["matchLabels"]
+        assert len(run.cluster.pods(run.pod_selector)) == 1
+        policy = server.object("NetworkPolicy", f"{run.name}-job")["spec"]["podSelector"][
+            "matchLabels"
+        ]
         (other,) = (
             pod for pod in server.objects_of("Pod") if "transfer" in pod["metadata"]["name"]
         )

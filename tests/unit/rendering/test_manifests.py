@@ -82,6 +82,9 @@ def test_everything_of_a_run_carries_its_label(kind: str) -> None:
     for metadata in (*(d["metadata"] for d in documents), template_of(documents[-1])["metadata"]):
         assert label.items() <= metadata["labels"].items()
     assert documents[-1]["kind"] == kind
+    label |= {"torch-deploy-toolkit/workload": kind}  # a workload of another kind may be called t
+    assert label.items() <= template_of(documents[-1])["metadata"]["labels"].items()
+    assert documents[0]["metadata"]["name"] == f"t-{kind.lower()}"
     policy = documents[0]["spec"]
     assert policy["podSelector"] == {"matchLabels": label}
     assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": label}}]}]
@@ -273,7 +276,8 @@ def test_the_points_of_a_sweep_are_runs_with_what_belongs_to_them(kind: str) -> 
         assert environ["TRAIN_RUN_DIR"].decode() == f"/runs/t-{job.digest}/{of.name}"
     for document in documents:
         name = document["metadata"]["labels"]["torch-deploy-toolkit/run"]
-        assert document["metadata"]["name"] == name
+        end = f"-{kind.lower()}" if document["kind"] == "NetworkPolicy" else ""
+        assert document["metadata"]["name"] == name + end
 
 
 def test_how_many_points_run_at_a_time_is_for_a_queue_to_say() -> None:

@@ -14,8 +14,8 @@ from toolkit.kubernetes.client.connection import (
     NotServed,
 )
 from toolkit.kubernetes.pods import index_of
-from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object
-from toolkit.planning.pods import MANAGER
+from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object, WorkloadKind
+from toolkit.planning.pods import MANAGER, WORKLOAD_LABEL
 from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
 
@@ -198,6 +198,15 @@ def selector_of(label: str, names: Collection[str]) -> str:
     if len(names) == 1:
         return f"{label}={next(iter(names))}"
     return f"{label} in ({','.join(names)})" if len(names) <= _MOST_NAMED else label
+
+
+def pod_selector_of(kind: WorkloadKind, selector: str) -> str:
+    """Return the selector of the pods of a kind of workload; `selector` picks their runs.
+
+    Workloads of two kinds may have the same name. Pods of earlier versions have no label of a kind.
+    """
+    others = ",".join(sorted(KINDS.keys() - {kind.kind}))
+    return f"{selector},{WORKLOAD_LABEL} notin ({others})"
 
 
 def definitions(
