@@ -21,9 +21,13 @@ A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.failur
 of a run.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
+
+_LONGEST_WORD = 500
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 class ToolkitError(Exception):
@@ -48,8 +52,13 @@ class Problem:
     key: tuple[str | int, ...] = ()
     """The path of the key in the job file; empty if the problem belongs to no key."""
 
+    def __post_init__(self) -> None:
+        """Shorten very long words, such as a number of thousands of digits that is quoted."""
+        message = _LONG_WORD.sub(lambda word: f"{word[0][:_LONGEST_WORD]}…", self.message)
+        object.__setattr__(self, "message", message)
+
     def __str__(self) -> str:
-        return f"{self.place}: {self.message}" if self.place else self.message
+        return in_one_line(f"{self.place}: {self.message}" if self.place else self.message)
 
 
 class InputError(ToolkitError):
@@ -105,6 +114,11 @@ class RunLost(RunNotFound):
     """The run is known, but the requested data are gone: its status, or its log."""
 
     exit_status = 1
+
+
+def in_one_line(text: str) -> str:
+    """Return text without line breaks: a file's name must not look like a message of its own."""
+    return text.replace("\n", "\\n")
 
 
 def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -449,7 +449,7 @@ class _Alike:
         """The start that was opened last."""
         return self._opened[-1] if self._opened else None
 
-    def open(self, start: _Start) -> None:
+    def add(self, start: _Start) -> None:
         """Add a start; those that began after it have no more records."""
         self._opened = [*self._opened[:1], start]
         kept = bisect_left(self._began, start.first)
@@ -486,7 +486,7 @@ class _StartsByRecord:
                     "goodput is not computed"
                 )
             self._opened.append(_Start(number, when, when))
-            alike.open(self._opened[-1])
+            alike.add(self._opened[-1])
         start = alike.at(when)
         start.is_begun = start.is_begun or begins
         start.stretch(when)
