@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from graphlib import TopologicalSorter
+from importlib.metadata import distributions
 from pathlib import Path
 
 import grimp
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import toolkit
 from tests.conftest import ROOT
@@ -50,6 +53,14 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str) -> None:
         [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "light\n"
+
+
+def test_the_pinned_versions_run_on_the_oldest_python_that_is_promised() -> None:
+    """Debian 12 has 3.11.2, where a version that needs 3.11.5 cannot be installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    needs = {d.metadata["Name"]: d.metadata["Requires-Python"] or "" for d in distributions()}
+    assert {name for name in needs if oldest not in SpecifierSet(needs[name])} == set()
 
 
 def test_the_public_names_are_sorted_and_all_there() -> None:
