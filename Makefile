@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
+.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-fresh-machine test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -71,6 +71,9 @@ tests/packages:
 
 test-nightly: tests/image  ## Run the tests that take too long for each change
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m nightly -n 2 -o timeout=14400 $(ARGS)
+
+test-fresh-machine:  ## Run the gate on a new Debian in a folder, made with debootstrap; needs root and 30 GB
+	@tests/fresh-machine.sh .ci/run
 
 test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs for
 	@$(BIN)/pytest -m gpu tests/train $(ARGS)
