@@ -16,6 +16,10 @@ class Receiver:
         """The path and the JSON of each."""
         self.answers: list[int] = []
         """The status of each next answer; 204 when there is none. 0 closes the connection."""
+        self.location: str | None = None
+        """The address that answers redirect to."""
+        self.others: list[str] = []
+        """The methods of other requests."""
         self.retry_after: int | None = None
         """After how many seconds it asks to be asked again."""
         self.port = 0
@@ -44,9 +48,18 @@ def receiving() -> Iterator[Receiver]:
                 return
             self.send_response(status)
             self.send_header("Content-Length", "0")
+            if receiver.location is not None:
+                self.send_header("Location", receiver.location)
             if receiver.retry_after is not None:
                 self.send_header("Retry-After", str(receiver.retry_after))
             self.end_headers()
+
+        def do_GET(self) -> None:
+            receiver.others.append(self.command)
+            self.send_response(204)
+            self.end_headers()
+
+        do_HEAD = do_PUT = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

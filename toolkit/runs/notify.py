@@ -14,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from toolkit.job.spec import Notify
 from toolkit.runs.log_reader import attempt_folders
@@ -84,12 +86,12 @@ def _send(notify: Notify, content: dict[str, Any]) -> None:
             url = _address(notify)
         except (OSError, ValueError):
             url = ""
-        answers: list[bool] = []
+        answers: list[str] = []
         sender = threading.Thread(target=lambda: answers.append(_post(url, body)), daemon=True)
         sender.start()
         sender.join(_TRIES * (_TIMEOUT_S + 1))  # the time-out of urllib counts anew for each byte
-        if answers != [True]:
-            _complain("webhook")
+        if why := answers[0] if answers else f"{_host(url)} gives no answer":
+            _complain("webhook", why)
     if notify.command:
         environ = {**os.environ, "NOTIFY_TEXT": str(content["text"])}
         argv = ["sh", "-c", notify.command]
@@ -97,8 +99,11 @@ def _send(notify: Notify, content: dict[str, Any]) -> None:
             subprocess.run(
                 argv, input=body, env=environ, stdout=2, timeout=_COMMAND_TIMEOUT_S, check=True
             )
-        except (OSError, subprocess.SubprocessError):
-            _complain("command")
+        except subprocess.TimeoutExpired:
+            _complain("command", f"it takes more than {_COMMAND_TIMEOUT_S:g} s")
+        except (OSError, subprocess.SubprocessError) as error:
+            status = getattr(error, "returncode", None)
+            _complain("command", f"exit status {status}" if status else "it cannot be started")
 
 
 def _address(notify: Notify) -> str:
@@ -107,24 +112,53 @@ def _address(notify: Notify) -> str:
     return os.environ.get(notify.variable, "") if notify.variable else str(notify.webhook)
 
 
-def _post(url: str, body: bytes) -> bool:
-    if not url.startswith(("http://", "https://")):
-        return False
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: it would pass the request, without its body, to any other address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _post(url: str, body: bytes) -> str:
+    """Send the body and return why it was not delivered; empty if it was."""
+    if not (host := _host(url)):
+        return "it has no address that begins with http:// or https://"
+    opener = urllib.request.build_opener(_Redirects)
+    why = ""
     for _ in range(_TRIES):
         try:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            urllib.request.urlopen(request, timeout=_TIMEOUT_S).close()
-        except OSError as error:
-            status = getattr(error, "code", 500)
-            if 400 <= status < 500 and status != 429:
-                return False
-            time.sleep(1)
+            opener.open(request, timeout=_TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            why = f"{host} answers {error.code}"
+            if 300 <= error.code < 400:
+                return f"{why}, a redirect, which is not followed; set the address it redirects to"
+            if error.code < 500 and error.code != 429:
+                return why
+        except OSError:
+            why = f"{host} gives no answer"
         except (ValueError, http.client.HTTPException):
-            return False
+            return f"{host} gives no answer of HTTP, or the address is malformed"
         else:
-            return True
-    return False
+            return ""
+        time.sleep(1)
+    return why
 
 
-def _complain(who: str) -> None:
-    print(f"the {who} of 'notify' has failed", file=sys.stderr)
+def _host(url: str) -> str:
+    """Return the host of an address, which may be shown: the path is often a secret.
+
+    >>> _host("https://user:word@hooks.example.org/s3cret"), _host("s3cret")
+    ('hooks.example.org', '')
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        return ""
+    return host if parts.scheme in ("http", "https") and host.isprintable() else ""
+
+
+def _complain(who: str, why: str) -> None:
+    print(f"the {who} of 'notify' has failed: {why}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Notifications by `wait`, for runs whose scripts were killed."""
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import toolkit
 from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
 from tests.support.told_run import ToldRun, run_at
+from toolkit.runs import notify
 from toolkit.runs.state import RunState, RunStatus
 
 LOST = RunStatus(state=RunState.FAILED, reason="NODE_FAIL: n1 was lost")
@@ -101,18 +103,44 @@ def test_a_receiver_that_fails_is_a_line_and_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], receiver: Receiver
 ) -> None:
     receiver.answers = [404]
-    for number, notify in enumerate(
+    none = "it has no address that begins with http:// or https://"
+    for number, (asked, why) in enumerate(
         [
-            {"webhook": receiver.url},
-            {"webhook": f"http://127.0.0.1:{free_port()}/"},
-            {"webhook_file": str(tmp_path / "missing")},
-            {"webhook": "$HOOK_THAT_IS_NOT_SET"},
-            {"command": "exit 3"},
+            ({"webhook": receiver.url}, "127.0.0.1 answers 404"),
+            ({"webhook": f"http://127.0.0.1:{free_port()}/s3"}, "127.0.0.1 gives no answer"),
+            ({"webhook_file": str(tmp_path / "missing")}, none),
+            ({"webhook": "$HOOK_THAT_IS_NOT_SET"}, none),
+            ({"command": "exit 3"}, "exit status 3"),
         ]
     ):
-        assert run_of(tmp_path / str(number), notify).wait() == LOST
-        who = "command" if "command" in notify else "webhook"
-        assert capsys.readouterr().err == f"the {who} of 'notify' has failed\n"
+        assert run_of(tmp_path / str(number), asked).wait() == LOST
+        who = "command" if "command" in asked else "webhook"
+        assert capsys.readouterr().err == f"the {who} of 'notify' has failed: {why}\n"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_a_failure_and_is_not_followed(
+    status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], receiver: Receiver
+) -> None:
+    with receiving() as other:
+        receiver.answers, receiver.location = [status], other.url
+        run_of(tmp_path, {"webhook": receiver.url}).wait()
+        assert (len(receiver.posts), other.posts, other.others) == (1, [], [])
+    assert capsys.readouterr().err == (
+        f"the webhook of 'notify' has failed: 127.0.0.1 answers {status}, a redirect, which is "
+        "not followed; set the address it redirects to\n"
+    )
+
+
+def test_a_silent_server_is_named_without_the_secret_in_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://user:s3cret@127.0.0.1:{server.getsockname()[1]}/s3cret?token=s3cret"
+        run_of(tmp_path, {"webhook": url}).wait()
+    said = "the webhook of 'notify' has failed: 127.0.0.1 gives no answer\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_command_gets_the_event(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ def test_a_receiver_that_fails_changes_nothing(
     assert "s3cret" not in job.log.read_text()
 
 
+@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_a_failure_and_is_not_followed(
+    status: int, job: Job, receiver: Receiver, prelude: str
+) -> None:
+    with receiving() as other:
+        receiver.answers, receiver.location = [status], other.url
+        assert job.run(f"{prelude}conclude 2") == 2
+        assert (len(receiver.posts), other.posts, other.others) == (1, [], [])
+    said = (
+        f"it answers {status}, a redirect, which is not followed; set the address it redirects to"
+    )
+    assert f"digits: the webhook of 'notify' has failed: {said}\n" in job.log.read_text()
+    assert "s3cret" not in job.log.read_text()
+
+
 def test_the_address_is_on_no_command_line(job: Job, tmp_path: Path) -> None:
     curl = tmp_path / "bin/curl"
     curl.write_text('#!/bin/sh\necho "$*" >"$CALLS.argv"\ncat >"$CALLS.config"\n')
