@@ -7,6 +7,7 @@ them where its torchrun was started anew. Each report of torchrun's belongs to o
 """
 
 import contextlib
+import io
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -138,7 +139,8 @@ def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[Ra
     known = _Starts(attempt, starts)
     for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
         key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
-        for reported in read_reports(_last_lines(span, _LOG_BYTES)):
+        # Line by line: a list of them all takes twenty times their memory.
+        for reported in read_reports(io.StringIO(_end_of(span, _LOG_BYTES), newline="\n")):
             reports[known.of(reported, key)] = reported
     for start, reported in reports.items():
         away_s = error[2] - reported.time if (error := start.error()) else 0.0
@@ -187,6 +189,10 @@ class _Starts:
 
 
 def _last_lines(span: Span, most: int) -> list[str]:
+    return _end_of(span, most).split("\n")
+
+
+def _end_of(span: Span, most: int) -> str:
     with contextlib.suppress(OSError):
-        return end_of(span, most).decode(errors="replace").split("\n")
-    return []
+        return end_of(span, most).decode(errors="replace")
+    return ""
