@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.api import ask_site
-from toolkit.errors import InputError, PlanError, Problem, ProfileError
+from toolkit.errors import InputError, PlanError, Problem, ProfileError, in_one_line
 from toolkit.job.spec import load, read_job
 from toolkit.lint import check as lint
 from toolkit.lint.folders import files_to_check, is_folder
@@ -64,7 +64,7 @@ class Finding:
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         text = f"[{self.rule}] {self.message}" if self.rule else self.message
-        return f"{place}: {text}" if place else text
+        return in_one_line(f"{place}: {text}" if place else text)
 
 
 def check(
@@ -191,7 +191,7 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
     """Return a problem with the texts of its rule; `document` knows the places of keys."""
     if document is not None:
         problem = document.located(problem)
-    match = re.fullmatch(r"(.*):(\d{1,18})", problem.place or "")
+    match = re.fullmatch(r"(.*):(\d{1,18})", problem.place or "", re.DOTALL)
     rule = _RULES.get(problem.rule or "")
     return Finding(
         file=match[1] if match else problem.place or "",

@@ -15,7 +15,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
-from toolkit.cli.output import note, note_origins
+from toolkit.cli.output import echo_json, note, note_origins, say, write
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def new(folder: Path, job: str | None) -> None:
     written = toolkit.write_project(folder, example=job)
     shown = [path for path in written if path.relative_to(folder).parts[:2] != ("k8s", "base")]
     for path in [*shown, folder / "k8s" / "base"]:
-        click.echo(f"written: {path}")
+        say(f"written: {path}")
     place = f"./{folder}" if str(folder).startswith("-") else str(folder)
-    click.echo(f"next: cd {shlex.quote(place)} && toolkit run job.yaml")
+    say(f"next: cd {shlex.quote(place)} && toolkit run job.yaml")
 
 
 @cli.command(epilog=example("toolkit init && toolkit submit jobs/digits.yaml --follow"))
@@ -69,16 +69,16 @@ def init(
     site = discover()
     made = draft.draft(site, kind=kind, name=name)
     if only_print:
-        click.echo(made.text, nl=False)
+        write(made.text)
         return
     for line in draft.found_lines(site):
-        click.echo(line)
+        say(line)
     path, is_default = draft.keep_draft(made, output=output, force=force)
-    click.echo()
+    say("")
     role = "the default profile from now on" if is_default else "another one stays the default"
-    click.echo(f"written: {path}, {role}")
+    say(f"written: {path}, {role}")
     to = "" if is_default else f" --to {path if output else made.name}"
-    click.echo(f"next: read it, then `toolkit submit JOB.yaml{to} --follow`")
+    say(f"next: read it, then `toolkit submit JOB.yaml{to} --follow`")
 
 
 @cli.command(epilog=example("toolkit check train.sbatch"))
@@ -144,7 +144,7 @@ def check(
     if as_json:
         return
     if content != "job":
-        click.echo(f"{file}: fine")
+        say(f"{file}: fine")
         return
     job = toolkit.load(file, overrides)
     for name in to:
@@ -153,7 +153,7 @@ def check(
     nodes = f"{need.min_nodes} to {need.max_nodes}" if need.elastic else need.max_nodes
     where = f" for {', '.join(to)}" if to else ""
     points = f", at {len(job.points)} points" if job.points else ""
-    click.echo(f"{file}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")
+    say(f"{file}: fine{where}: {nodes} x {need.nproc_per_node} processes{points}")
 
 
 def _check_many(
@@ -193,7 +193,7 @@ def _check_many(
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if not as_json:
-        click.echo(f"{count} file{'s' if count > 1 else ''}: fine")
+        say(f"{count} file{'s' if count > 1 else ''}: fine")
 
 
 def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
@@ -207,11 +207,11 @@ def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
     if as_json:
-        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
-        click.echo(without_secrets(text))
+        rows = [asdict(finding) for finding in findings]
+        echo_json(json.loads(without_secrets(json.dumps(rows))))
         return
     for finding in findings:
-        click.echo(without_secrets(str(finding)), err=finding.rule is None)
+        say(without_secrets(str(finding)), err=finding.rule is None)
 
 
 def _is_for(content: str, profile: str) -> bool:
@@ -230,4 +230,4 @@ def _is_for(content: str, profile: str) -> bool:
 def schema(what: str) -> None:
     """Print the JSON Schema of the job file, or of profiles, for editors."""
     made = toolkit.json_schema() if what == "job" else toolkit.profile_schema()
-    click.echo(json.dumps(made, indent=2, ensure_ascii=False))
+    echo_json(made)

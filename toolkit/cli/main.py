@@ -17,7 +17,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.output import say, stop_writing
-from toolkit.errors import ToolkitError
+from toolkit.errors import InputError, ToolkitError, in_one_line
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -171,18 +171,26 @@ def main() -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(exit_status.INTERRUPTED)
     except click.ClickException as error:
-        error.show()
+        error.message = in_one_line(error.message)
+        shown = io.StringIO()
+        error.show(shown)
+        for line in shown.getvalue().removesuffix("\n").split("\n"):
+            say(line, err=True)
         sys.exit(exit_status.UNUSABLE)
+    except InputError as error:
+        for problem in error.problems:
+            say(without_secrets(str(problem)), err=True)
+        sys.exit(error.exit_status)
     except ToolkitError as error:
         say(without_secrets(str(error)), err=True)
         sys.exit(error.exit_status)
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
             stop_writing()
-            click.echo(f"the output cannot be written: {error.strerror}", err=True)
+            say(f"the output cannot be written: {error.strerror}", err=True)
             sys.exit(exit_status.FAILED)
         if error.errno == errno.ENOENT and not _working_folder_exists():
-            click.echo("the current folder no longer exists; change to another one", err=True)
+            say("the current folder no longer exists; change to another one", err=True)
             sys.exit(exit_status.FAILED)
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations  # naming a type must not import it
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -18,10 +19,10 @@ _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
 
 
-def note(notes: tuple[str, ...]) -> None:
-    """Show the notes of a plan."""
+def note(notes: Iterable[str]) -> None:
+    """Show notes that stop nothing, such as those of a plan."""
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
 
 
 def note_origins(profiles: Iterable[str]) -> None:
@@ -32,17 +33,50 @@ def note_origins(profiles: Iterable[str]) -> None:
         note(origin_notes(name))
 
 
-def echo_lines(lines: Iterator[str]) -> None:
-    """Print lines as they come."""
+def say(text: str, *, err: bool = False) -> None:
+    """Print a message; all text of commands goes through here or through `write()`.
+
+    Whatever it quotes, such as names of files, reasons of schedulers and keys of job files, is
+    shown without characters that a terminal would obey or hide. Its further lines are indented, so
+    that none looks like another message.
+    """
+    from toolkit.text.control import printable
+
+    click.echo(printable(text).replace("\n", "\n  "), err=err)
+
+
+def echo_lines(lines: Iterable[str]) -> None:
+    """Print lines as they come, each as `say()` does."""
     for line in lines:
         say(line)
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print text of runs and schedulers, without control sequences that a terminal would obey."""
-    from toolkit.text import untrusted
+def echo_log(lines: Iterable[str]) -> None:
+    """Print the lines of a log as they come, with colours and progress bars."""
+    from toolkit.text.control import for_terminal
 
-    click.echo("\n".join(map(untrusted.for_terminal, text.split("\n"))), err=err)
+    for line in lines:
+        click.echo(for_terminal(line))
+
+
+def echo_json(value: object) -> None:
+    """Print a value as JSON that is indented; only what a terminal would obey or hide is escaped.
+
+    Outside of its strings JSON has no such characters.
+    """
+    from toolkit.text.control import without_control
+
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(without_control(text, lambda c: json.dumps(c)[1:-1]))
+
+
+def write(text: str) -> None:
+    """Print a text that is a program's input, such as a script: exactly, but for a terminal."""
+    if sys.stdout.isatty():
+        from toolkit.text.control import printable
+
+        text = printable(text)
+    click.echo(text, nl=False)
 
 
 def _status_printer(run: toolkit.Run) -> Callable[[toolkit.RunStatus], None]:
@@ -90,7 +124,7 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
     for line in texts[:_MOST_POINTS]:
         say(line, err=True)
     if len(texts) > _MOST_POINTS:
-        click.echo(f"{len(texts) - _MOST_POINTS} more points have failed", err=True)
+        say(f"{len(texts) - _MOST_POINTS} more points have failed", err=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +135,7 @@ def signals_cancel(run: toolkit.Run) -> Iterator[None]:
     def cancel(*_: object) -> None:
         run.cancel()
         with contextlib.suppress(OSError):  # the terminal may be gone
-            click.echo("stopping with a checkpoint…", err=True)
+            say("stopping with a checkpoint…", err=True)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, cancel) for number in numbers}
@@ -118,7 +152,7 @@ def follow_and_exit(run: toolkit.Run) -> None:
 
     try:
         if not run.points:
-            echo_lines(follow_lines(run))
+            echo_log(follow_lines(run))
         show = _status_printer(run)
         for pause_s in pauses() if run.points else ():
             show(status := run.status())
@@ -126,7 +160,7 @@ def follow_and_exit(run: toolkit.Run) -> None:
                 break
             time.sleep(pause_s)
     except KeyboardInterrupt:
-        click.echo(
+        say(
             f"\n{run.uri} continues; `toolkit logs -f {run.name}` follows it again, "
             f"`toolkit cancel {run.name}` stops it",
             err=True,

@@ -4,7 +4,6 @@ from __future__ import annotations  # naming a type must not import it
 
 import contextlib
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -46,11 +45,11 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
     selected = [toolkit.RunState(state.lower()) for state in states]
     rows = rows_of(runs, states=selected, brief=not as_json)[-last:]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        output.echo_json(rows)
     elif not rows and (job or states):
-        click.echo("no such runs; `toolkit list` shows the newest of all")
+        output.say("no such runs; `toolkit list` shows the newest of all")
     elif not rows:
-        click.echo("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
+        output.say("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
     else:
         width = max(len(row["uri"]) for row in rows)
         before = ""
@@ -89,7 +88,7 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
     statuses = toolkit.statuses(runs) if len(runs) > 1 else [None]
     summaries = [summary_of(run, status) for run, status in zip(runs, statuses, strict=True)]
     if as_json:
-        click.echo(json.dumps(summaries if len(runs) > 1 else summaries[0], indent=2))
+        output.echo_json(summaries if len(runs) > 1 else summaries[0])
         return
     for number, summary in enumerate(summaries):
         output.echo_lines(itertools.chain([""] if number else [], summary_lines(summary)))
@@ -137,7 +136,7 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         asked = not status.state.final and error is None
         rows.append({"uri": run.uri, "name": run.name, "asked": asked, "error": error})
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        output.echo_json(rows)
     sys.exit(exit_status.FAILED if any(row["error"] for row in rows) else exit_status.DONE)
 
 
@@ -173,7 +172,7 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     if as_json:
         from toolkit.cli.summary import rows_of
 
-        click.echo(json.dumps(rows_of(runs), indent=2))
+        output.echo_json(rows_of(runs))
     sys.exit(exit_status.of_runs(ended))
 
 
@@ -214,9 +213,9 @@ def logs(
     )
     first = next(lines, None)
     if first is not None:
-        output.echo_lines(itertools.chain([first], lines))
+        output.echo_log(itertools.chain([first], lines))
     elif ranks or grep is not None:
-        click.echo(f"no such line in the output of {opened.name}", err=True)
+        output.say(f"no such line in the output of {opened.name}", err=True)
     output.echo_failure(opened, attempt=attempt)
 
 
@@ -232,7 +231,7 @@ def stacks(run: str, trust: bool, as_json: bool) -> None:
     """
     found = toolkit.open_run(run, trust=trust).stacks()
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
+        output.echo_json(found.as_json())
     else:
         output.echo_lines(found.lines())
 
@@ -254,7 +253,7 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
         found = [(run, run.goodput()) for run in runs]
     if as_json:
         rows = [{"uri": run.uri, "name": run.name, **one.as_json()} for run, one in found]
-        click.echo(json.dumps(rows, indent=2))
+        output.echo_json(rows)
         return
     for run, one in found:
         output.echo_lines(goodput_lines(run.name, one))
@@ -282,11 +281,11 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     with operation_line.shown():
         made = toolkit.report([toolkit.open_run(name, trust=trust) for name in names])
     if target == Path("-"):
-        click.echo(made.html, nl=False)
+        output.write(made.html)
         return
     name = f"{made.title.replace('/', '-')}.html" if len(names) == 1 else "report.html"
     path = made.save(target or name)
-    click.echo(f"written: {path} ({len(made.html.encode()) / 1000:.0f} kB)")
+    output.say(f"written: {path} ({path.stat().st_size / 1000:.0f} kB)")
 
 
 @cli.command(epilog=example("toolkit forward digits-1120-174558-k3f9 --to tensorboard"))
@@ -324,7 +323,7 @@ def forward(
     with operation_line.shown() if once else contextlib.nullcontext():
         passed = forward(runs, tracker, target, follow=not once)
     for name, (records, place) in passed.items():
-        click.echo(f"{name}: {records} records in {place}")
+        output.say(f"{name}: {records} records in {place}")
 
 
 @cli.command(epilog=example("toolkit show digits-1120-174558-k3f9 --diff"))
@@ -351,6 +350,6 @@ def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
         # Not splitlines(), which also breaks lines at characters that are part of a file's line.
         output.echo_lines(iter(changes.removesuffix("\n").split("\n")))
     elif as_json:
-        click.echo(json.dumps(origin, indent=2))
+        output.echo_json(origin)
     else:
         output.echo_lines(origin_lines(origin))

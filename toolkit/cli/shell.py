@@ -9,6 +9,7 @@ import click
 
 import toolkit
 from toolkit.cli.main import COMPLETE, cli, example
+from toolkit.cli.output import write
 
 
 @cli.command(epilog=example("toolkit completion bash >> ~/.bashrc"))
@@ -19,13 +20,13 @@ def completion(shell: str) -> None:
 
     kind = get_completion_class(shell)
     assert kind is not None, "the choices are click's own"
-    click.echo(kind(cli, {}, "toolkit", COMPLETE).source())
+    write(kind(cli, {}, "toolkit", COMPLETE).source() + "\n")
 
 
 @cli.command(epilog=example("toolkit man > ~/.local/share/man/man1/toolkit.1"))
 def man() -> None:
     """Print the manual page: all commands with their options."""
-    click.echo("\n".join(_page()))
+    write("\n".join(_page()) + "\n")
 
 
 def _page() -> Iterator[str]:

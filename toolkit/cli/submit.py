@@ -23,7 +23,7 @@ from toolkit.errors import InputError, PlanError
 def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
     """Print the whole script or manifest, and do nothing else."""
     made = _planned(job, overrides, to)
-    click.echo(toolkit.render(made.in_turns() if chain > 1 else made), nl=False)
+    output.write(toolkit.render(made.in_turns() if chain > 1 else made))
 
 
 @cli.command(epilog=example("toolkit submit jobs/digits.yaml --to slurm --follow"))
@@ -51,7 +51,7 @@ def submit(
         run = toolkit.submit(made, after=after, chain=chain)
     if run.record.created < began:
         output.note((f"{run.name} is taken up, whose submission was cut short",))
-    click.echo(run.uri)
+    output.say(run.uri)
     if follow:
         output.follow_and_exit(run)
 
@@ -70,7 +70,7 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 
     with operation_line.shown():
         opened = toolkit.resubmit(toolkit.open_run(run, trust=trust), chain=chain)
-    click.echo(opened.uri)
+    output.say(opened.uri)
     if follow:
         output.follow_and_exit(opened)
 
@@ -83,9 +83,9 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
     """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
     run = toolkit.run(_planned(job, overrides, to, here=True))
     with output.signals_cancel(run):
-        click.echo(f"{run.uri}: run directory {run.run_dir}", err=True)
+        output.say(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
-            output.echo_lines(output.follow_lines(run))
+            output.echo_log(output.follow_lines(run))
         except OSError:  # the reader of the output has gone, so the run is not wanted
             run.cancel()
             run.wait()

@@ -16,16 +16,18 @@ from jinja2.bccache import Bucket
 
 from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
+from toolkit.text.control import CONTROL, without_control
 from toolkit.text.own_files import user_folder
 
 YAML_WIDTH = 72
 """The longest mapping or list that stays on one line of a manifest, in characters."""
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# A reader must see what a script holds before it is submitted.
+_UNSEEN = re.compile(CONTROL.pattern[:-1] + r"\t\n]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
 
 # JSON is YAML except for characters that YAML reads as a line break or forbids.
-_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_NOT_YAML = re.compile(CONTROL.pattern[:-1] + "\ufffe\uffff]")
 _YAML_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 _LINE = r"[!-~](?:[ -~]*[!-~])?"
@@ -125,13 +127,20 @@ def shell_quote(value: object) -> str:
     plain 'it'"'"'s $HOME' $'two\nlines'
     """
     text = str(value)
-    if not _CONTROL.search(text):
+    if not _UNSEEN.search(text):
         return shlex.quote(text)
     # sbatch refuses scripts with CR LF in them, and a line of a value must not look like ours.
-    escaped = re.sub(
-        r"[\x00-\x1f\x7f'\\]", lambda m: _ANSI_C.get(m[0]) or f"\\{ord(m[0]):03o}", text
-    )
-    return f"$'{escaped}'"
+    text = re.sub(r"[\n\r\t'\\]", lambda found: _ANSI_C[found[0]], text)
+    return f"$'{without_control(text, _octal)}'"
+
+
+def _octal(character: str) -> str:
+    """Return a character as bash reads it in every locale: by its bytes."""
+    try:
+        content = character.encode(errors="surrogateescape")  # of a file's name
+    except UnicodeError:
+        content = character.encode(errors="surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in content)
 
 
 def sbatch_quote(value: object) -> str:
@@ -141,7 +150,7 @@ def sbatch_quote(value: object) -> str:
         RenderError: the value holds a control character.
     """
     text = str(value)
-    if _CONTROL.search(text):
+    if _UNSEEN.search(text):
         raise RenderError(f"{text!r} holds a control character, which no #SBATCH line can hold")
     # Unlike the shell, sbatch reads a backslash within single quotes as well.
     return shlex.quote(text.replace("\\", "\\\\"))
@@ -174,7 +183,7 @@ def shell_line(value: str) -> str:
     Raises:
         RenderError: it is more than a line.
     """
-    if _CONTROL.search(value.replace("\t", " ")):
+    if _UNSEEN.search(value.replace("\t", " ")):
         raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
     return value
 
@@ -217,7 +226,11 @@ def json_quote(value: object) -> str:
     {"a": ["no", "café"]}
     """
     text = json.dumps(value, ensure_ascii=False)
-    return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _NOT_YAML.sub(lambda match: _escape_of_yaml(ord(match[0])), text)
+
+
+def _escape_of_yaml(code: int) -> str:
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 
 def yaml_flow(value: object) -> str:

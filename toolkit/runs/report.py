@@ -10,6 +10,7 @@ import html
 import itertools
 import json
 import os
+import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,9 +91,11 @@ class Report:
         target = Path(path)
         with contextlib.suppress(FileNotFoundError):
             _require_report(target)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        # A name that nobody can guess: in a folder that others may write, it could be there.
+        draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
         try:
-            untrusted.write_bytes(draft, self.html.encode())
+            # A folder's name need not be UTF-8.
+            untrusted.write_bytes(draft, self.html.encode(errors="replace"), anew=True)
             draft.replace(target)
         except OSError as error:
             with contextlib.suppress(OSError):

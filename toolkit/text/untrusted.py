@@ -13,11 +13,13 @@ import itertools
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from toolkit.text.control import for_terminal as for_terminal
+from toolkit.text.control import printable as printable
 
 JSON_BYTES = 16 << 20
 """The largest file or answer that is read whole, in bytes."""
@@ -35,14 +37,6 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 # Non-blocking: opening a pipe without a writer would wait for ever.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
-
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""Control characters of terminals, characters that reverse text, halves of surrogate pairs."""
-
-_HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
-"""Colours, and the return to the beginning of the line."""
 
 
 class RefusedFile(OSError):
@@ -301,28 +295,3 @@ def moment(value: Any) -> float | None:
     """
     seconds = finite(value)
     return seconds if seconds is not None and 0 <= seconds < 32503680000 else None
-
-
-def printable(text: str) -> str:
-    r"""Return text with control characters as `\xNN`, so that a terminal does not obey them.
-
-    Line breaks and tabs stay.
-
-    >>> print(printable("\x1b]0;title\x07 ok"))
-    \x1b]0;title\x07 ok
-    """
-    if text.isprintable():
-        return text
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def for_terminal(line: str) -> str:
-    """Return a line of a log for a terminal: colours and progress bars stay.
-
-    Other control characters are escaped as by `printable()`.
-    """
-    if _CONTROL.search(line) is None:
-        return line
-    parts = _HARMLESS.split(line)
-    shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
-    return f"{shown}\x1b[0m" if "\x1b" in shown else shown

@@ -165,13 +165,22 @@ def test_a_folder_is_no_job_to_render(program: Program) -> None:
     assert outcome(program("render", ".", "--to", "slurm")) == (2, "", message)
 
 
-@pytest.mark.parametrize("name", ["ünïcode.yaml".encode(), b"\xff.yaml", b"a b\n'.yaml"])
-def test_a_file_may_have_any_name(program: Program, tmp_path: Path, name: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("ünïcode.yaml".encode(), "ünïcode.yaml"),
+        (b"\xff.yaml", "\\udcff.yaml"),
+        (b"a b\n'.yaml", "a b\n  '.yaml"),
+    ],
+)
+def test_a_file_may_have_any_name(
+    program: Program, tmp_path: Path, name: bytes, shown: str
+) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path / "work") + b"/" + name))
     path.write_text(JOB)
     assert outcome(program("check", name)) == (
         0,
-        f"{path.name}: fine: 1 x 1 processes\n",
+        f"{shown}: fine: 1 x 1 processes\n",
         "",
     )
 
@@ -562,7 +571,7 @@ def test_show_tells_what_a_run_was_made_from(program: Program, ended_run: Path) 
     assert "torch:       2.13\n" in done.stdout
     diff = program("show", str(ended_run), "--diff").stdout
     # A terminal must not obey it; the lines are those of the files.
-    assert diff.split("\n") == ["-a", "+\\x1b]0;b\\x07", "+c\u2028d", ""]
+    assert diff.split("\n") == ["-a", "+\\x1b]0;b\\x07", "+c\\u2028d", ""]
     assert json.loads(program("show", str(ended_run), "--json").stdout)["toolkit"] == "0.1"
 
 

@@ -1,0 +1,43 @@
+"""Characters that a terminal obeys or hides, and how text is shown without them."""
+
+import re
+from collections.abc import Callable
+
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e"
+    "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+"""Control characters of terminals, characters that reverse text, break lines or are not seen
+(Unicode's categories Cc, Cf, Zl, Zp), and halves of surrogate pairs. The joiners U+200C and U+200D
+stay: scripts and emoji need them."""
+
+_HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
+"""Colours, and the return to the beginning of the line."""
+
+
+def printable(text: str) -> str:
+    r"""Return text with control characters as `\xNN`, so that a terminal does not obey them.
+
+    Line breaks and tabs stay.
+
+    >>> print(printable("\x1b]0;title\x07 ok"))
+    \x1b]0;title\x07 ok
+    """
+    return text if text.isprintable() else without_control(text, lambda one: ascii(one)[1:-1])
+
+
+def without_control(text: str, escaped: Callable[[str], str]) -> str:
+    """Return text with what a terminal would obey or hide replaced by what `escaped` returns."""
+    return CONTROL.sub(lambda found: escaped(found[0]), text)
+
+
+def for_terminal(line: str) -> str:
+    """Return a line of a log for a terminal: colours and progress bars stay.
+
+    Other control characters are escaped as by `printable()`.
+    """
+    if CONTROL.search(line) is None:
+        return line
+    parts = _HARMLESS.split(line)
+    shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
