@@ -123,12 +123,12 @@ def _post(url: str, body: bytes) -> str:
     """Send the body and return why it was not delivered; empty if it was."""
     if not (host := _host(url)):
         return "it has no address that begins with http:// or https://"
-    opener = urllib.request.build_opener(_Redirects)
+    send = urllib.request.build_opener(_Redirects).open
     why = ""
     for _ in range(_TRIES):
         try:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            opener.open(request, timeout=_TIMEOUT_S).close()
+            send(request, timeout=_TIMEOUT_S).close()
         except urllib.error.HTTPError as error:
             error.close()
             why = f"{host} answers {error.code}"
