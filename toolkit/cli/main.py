@@ -17,7 +17,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.output import say, stop_writing
-from toolkit.errors import InputError, ToolkitError, in_one_line
+from toolkit.errors import InputError, ToolkitError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -171,11 +171,11 @@ def main() -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(exit_status.INTERRUPTED)
     except click.ClickException as error:
-        error.message = in_one_line(error.message)
         shown = io.StringIO()
         error.show(shown)
-        for line in shown.getvalue().removesuffix("\n").split("\n"):
-            say(line, err=True)
+        usage, mark, message = shown.getvalue().partition("Error: ")
+        for line in [*usage.splitlines(), f"{mark}{message.rstrip()}"]:
+            say(line, err=True)  # the message may quote a file's name
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
         for problem in error.problems:

@@ -16,7 +16,7 @@ from jinja2.bccache import Bucket
 
 from toolkit.errors import RenderError
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.text.control import CONTROL, without_control
+from toolkit.text.control import CONTROL, printable, without_control
 from toolkit.text.own_files import user_folder
 
 YAML_WIDTH = 72
@@ -100,13 +100,17 @@ def configured(environment_class: type[jinja2.Environment], **options: Any) -> j
 
 @functools.cache
 def page_environment() -> jinja2.Environment:
-    """Return where the templates of notebooks come from; every value is escaped for HTML."""
+    """Return where the templates of pages come from.
+
+    Every value is escaped for HTML, and shown without characters that are obeyed or not seen.
+    """
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_folder()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
 
 
