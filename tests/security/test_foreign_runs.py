@@ -1,7 +1,6 @@
 """A run directory that others may have written is shown, and nothing is done because of it."""
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError
+from toolkit.local import run_lock
 from toolkit.runs import registry
 from toolkit.runs.provenance import origin_of
 
@@ -150,10 +150,9 @@ def test_no_process_is_stopped_but_an_own_supervisor(
 ) -> None:
     run_dir = forged(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        lock = run_dir / "running.lock"
-        lock.write_text(str(other.pid) if said == "other" else said)
-        with lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with run_lock.hold(run_dir):
+            lock = run_dir / "running.lock"
+            lock.write_text(str(other.pid) if said == "other" else said)
             run = toolkit.open_run(str(run_dir), trust=trust)
             if said in ("other", "1", "9" * 30) or not trust:
                 with pytest.raises(LauncherError, match="is not"):
@@ -164,6 +163,57 @@ def test_no_process_is_stopped_but_an_own_supervisor(
         assert not (run_dir / "cancel_requested").exists()
         other.communicate(b"\n")
         assert other.returncode == 0
+
+
+READER = """
+import fcntl, os, struct, sys
+os.setuid(65534)
+with open(sys.argv[1]) as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.lockf(lock, fcntl.LOCK_SH)
+    fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0))
+    print("locked", flush=True)
+    input()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who becomes another user")
+def test_who_may_read_a_run_cannot_make_it_run_on(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == "root" and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    (tmp_path / "job.yaml").write_text("name: a\nscript: t.py\n")
+    (tmp_path / "t.py").write_text("print(1)\n")
+    job = toolkit.load(tmp_path / "job.yaml")
+    with contextlib.chdir(tmp_path):
+        run = toolkit.run(job)
+        assert run.wait().state is toolkit.RunState.SUCCEEDED
+    assert run.run_dir is not None
+    lock = run.run_dir / "running.lock"
+    argv = [sys.executable, "-c", READER, str(lock)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as reader:
+        assert reader.stdin and reader.stdout
+        try:
+            assert reader.stdout.readline() == "locked\n"
+            assert run.status().state is toolkit.RunState.SUCCEEDED
+            assert run.wait(5).state is toolkit.RunState.SUCCEEDED
+            assert "has ended already" in program("cancel", run.name).stderr
+            assert not (run.run_dir / "cancel_requested").exists()
+            assert list(run.logs(follow=True)) == ["[rank 0] 1"]
+        finally:
+            reader.stdin.write("\n")
+            reader.stdin.close()
+
+
+def test_what_a_run_writes_is_only_its_owners_whatever_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: a\nscript: t.py\n")
+    (tmp_path / "t.py").write_text("print(1)\n")
+    command = f"umask 000; exec {TOOLKIT} run job.yaml"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
+    made = [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]
+    assert len(made) > 10
+    assert [path for path in made if path.lstat().st_mode & 0o022 and not path.is_symlink()] == []
 
 
 EMPTY_COMMAND_LINE = """
@@ -185,13 +235,11 @@ def test_a_supervisor_that_was_started_this_instant_is_stopped(tmp_path: Path) -
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as supervisor,
-        (run_dir / "running.lock").open("w+") as lock,
+        run_lock.hold(run_dir) as lock,
         ThreadPoolExecutor() as threads,
     ):
         assert supervisor.stdin and supervisor.stdout
-        lock.write(str(supervisor.pid))
-        lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_lock.note_pid(lock, supervisor.pid)
         assert supervisor.stdout.readline() == "empty\n"
         cancelled = threads.submit(toolkit.open_run(str(run_dir), trust=True).cancel)
         with contextlib.suppress(TimeoutError):  # it waits for the command line

@@ -249,16 +249,7 @@ METHODS = {"match", "fullmatch", "search", "finditer", "findall", "split", "sub"
 CALLS = {f"re.{method}" for method in METHODS}
 
 
-QUADRATIC = {
-    "slurm/commands.py: _UNREACHABLE (search)",
-    "slurm/commands.py: _SACCT_ROW (fullmatch)",
-}
-"""Patterns that are to be replaced: a login node can make them take long."""
-
-CASES = [
-    pytest.param(*case, id=name, marks=[pytest.mark.xfail(strict=True)] * (name in QUADRATIC))
-    for name, case in patterns().items()
-]
+CASES = [pytest.param(*case, id=name) for name, case in patterns().items()]
 
 
 @pytest.mark.parametrize(("pattern", "how"), CASES)

@@ -34,3 +34,29 @@ def test_a_default_profile_that_is_no_path_is_told(own_user: Path, content: str)
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{folder / 'default'} holds {content!r}, which is not a path\n"
+
+
+@pytest.mark.parametrize("name", ["x.sbatch", "x.yaml", "x.py"])
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / f"link-{name}").symlink_to(name)
+    for file in (name, f"link-{name}"):
+        done = subprocess.run(
+            [TOOLKIT, "check", file],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"{file}: is not a regular file\n"
+
+
+def test_what_a_command_writes_is_checked(tmp_path: Path) -> None:
+    line = f"{TOOLKIT} check <(sleep 0.1; printf 'name: a\\nmodule: m\\n')"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(": fine: 1 x 1 processes\n")

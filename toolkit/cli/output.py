@@ -3,6 +3,7 @@
 from __future__ import annotations  # naming a type must not import it
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -51,12 +52,16 @@ def echo_lines(lines: Iterable[str]) -> None:
         say(line)
 
 
-def echo_log(lines: Iterable[str]) -> None:
-    """Print the lines of a log as they come, with colours and progress bars."""
+def echo_log(lines: Iterable[str], *, at_once: int = 1) -> None:
+    """Print the lines of a log, so many at once, with colours and progress bars.
+
+    A log that grows is printed line by line, as the lines come.
+    """
     from toolkit.text.control import for_terminal
 
-    for line in lines:
-        click.echo(for_terminal(line))
+    lines = iter(lines)
+    while some := list(itertools.islice(lines, at_once)):
+        click.echo("\n".join(map(for_terminal, some)))
 
 
 def echo_json(value: object) -> None:

@@ -213,7 +213,7 @@ def logs(
     )
     first = next(lines, None)
     if first is not None:
-        output.echo_log(itertools.chain([first], lines))
+        output.echo_log(itertools.chain([first], lines), at_once=1 if follow else 1000)
     elif ranks or grep is not None:
         output.say(f"no such line in the output of {opened.name}", err=True)
     output.echo_failure(opened, attempt=attempt)

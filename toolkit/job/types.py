@@ -213,7 +213,7 @@ HomePath = Annotated[
 Via = Annotated[
     Text,
     *matching(
-        r"ssh (\w[\w.+-]*@)?\w[\w.-]*",
+        "ssh ([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*",
         "write ssh HOST or ssh USER@HOST; other settings of ssh belong into ~/.ssh/config",
     ),
 ]

@@ -5,7 +5,6 @@ a run outlives the shell that submitted it, and nothing outlives the run.
 """
 
 import contextlib
-import fcntl
 import os
 import shlex
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from toolkit.errors import LauncherError
+from toolkit.local import run_lock
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
@@ -25,12 +25,10 @@ from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
 from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
+from toolkit.text.own_files import create
 
-_LOCK = "running.lock"
 _EXEC_S = 5.0
 """Seconds to wait for a command line: it is empty for an instant after exec (Linux, fs/exec.c)."""
-_NO_PID = "0" * 10
-"""What the lock holds in the instant before the supervisor's process id is known."""
 _SCRIPT = "run.sh"
 _SUPERVISOR = "toolkit.local.supervisor"
 _LAUNCHER_LOG = "launcher.log"
@@ -87,8 +85,8 @@ class LocalRun(Run):
         if pid := self._supervisor():
             if not self._is_supervisor(pid):
                 raise LauncherError(
-                    f"{self.uri} is not stopped: by {self.run_dir / _LOCK}, process {pid} keeps "
-                    "it, but that is none of yours which supervises this run"
+                    f"{self.uri} is not stopped: by {self.run_dir / run_lock.NAME}, process {pid} "
+                    "keeps it, but that is none of yours which supervises this run"
                 )
             run_directory.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):
@@ -127,12 +125,10 @@ class LocalRun(Run):
         """
         with (
             contextlib.suppress(OSError),  # not there, or nothing that a supervisor can hold
-            untrusted.open_untrusted(f"{self.run_dir}/{_LOCK}") as lock,
+            untrusted.open_untrusted(f"{self.run_dir}/{run_lock.NAME}") as lock,
         ):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = lock.read(len(_NO_PID))
+            if run_lock.is_held(lock):
+                pid = lock.read(len(run_lock.NO_PID))
                 return int(pid) if pid.isdigit() else 0
         return None
 
@@ -217,14 +213,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
         # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        with (
-            (run_dir / _LOCK).open("w", encoding="utf-8") as lock,
-            (run_dir / "logs" / _LAUNCHER_LOG).open("w", encoding="utf-8") as log,
-        ):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The bytes are on the disk before the supervisor runs: from then on nothing may fail.
-            lock.write(_NO_PID)
-            lock.flush()
+        with run_lock.hold(run_dir) as lock, create(run_dir / "logs" / _LAUNCHER_LOG) as log:
             child = subprocess.Popen(
                 [
                     *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
@@ -241,7 +230,6 @@ class LocalLauncher(Launcher[LocalPlan]):
                 start_new_session=True,
                 env={**os.environ, "PATH": path},
             )
-            lock.seek(0)
-            lock.write(f"{child.pid:0{len(_NO_PID)}}")
+            run_lock.note_pid(lock, child.pid)
         # No process waits for the supervisor; a Popen object that is thrown away would complain.
         child.returncode = 0

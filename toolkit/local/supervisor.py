@@ -138,6 +138,7 @@ def main() -> int:
     parser.add_argument("--tied-to", type=int, help="stop when this parent ends")
     parser.add_argument("--lock", type=int, help="the descriptor that holds the run's lock")
     options = parser.parse_args()
+    os.umask(os.umask(0) | 0o022)  # what others can write is neither continued nor believed
     if options.tied_to:
         _die_with_parent()
         if os.getppid() != options.tied_to:  # the parent ended before its signal was requested

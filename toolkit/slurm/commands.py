@@ -46,7 +46,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 _UNREACHABLE = re.compile(
     "Unable to contact|Could not establish a configuration|Unable to process configuration"
-    "|the sandbox in .* is down"
+    "|is down; start it with"
 )
 """Messages of Slurm's commands (and the sandbox's) when no cluster is reachable."""
 
@@ -67,7 +67,7 @@ _PLACES_FORMAT = "%A|%Q|%P|%r"
 _PLACES_ROW = re.compile(r"(\d{1,18})\|(\d{1,18})\|([^|]+)\|(.*)")
 
 _SACCT_FORMAT = "JobID,State,ExitCode,SubmitLine"
-_SACCT_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)[^|]*\|(\d+):(\d+)\|(.*)")
+_SACCT_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)(?: [^|]*)?\|(\d+):(\d+)\|(.*)")
 """`CANCELLED by 0` is CANCELLED; what people write comes last, and may hold newlines."""
 
 _NO_ACCOUNTING = re.compile(
@@ -229,16 +229,22 @@ def _squeue(command: Command, *selection: str) -> list[JobRow]:
         if "Invalid job id" in done.stderr:
             return []
         raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
-    rows: list[JobRow] = []
+    found: list[tuple[re.Match[str], list[str]]] = []  # each with the lines of its command
     for line in done.stdout.split("\n"):
         if match := _SQUEUE_ROW.fullmatch(line):
-            job_id, word, start, reason, argv = match.groups()
-            start = "" if start == "N/A" else start
-            reason = "" if reason == "None" else reason
-            rows.append(JobRow(job_id=job_id, word=word, start=start, reason=reason, command=argv))
-        elif rows and line:
-            rows[-1] = rows[-1]._replace(command=f"{rows[-1].command}\n{line}")
-    return rows
+            found.append((match, [match[5]]))
+        elif found and line:
+            found[-1][1].append(line)
+    return [
+        JobRow(
+            job_id=match[1],
+            word=match[2],
+            start="" if match[3] == "N/A" else match[3],
+            reason="" if match[4] == "None" else match[4],
+            command="\n".join(lines),
+        )
+        for match, lines in found
+    ]
 
 
 def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:

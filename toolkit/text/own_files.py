@@ -6,6 +6,7 @@ import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 _FOLDERS = {"CONFIG": ".config", "CACHE": ".cache", "STATE": ".local/state"}
 
@@ -75,6 +76,16 @@ def _is_private(gid: int, uid: int) -> bool:
     return (
         user.pw_gid == gid and group.gr_name == user.pw_name and {*group.gr_mem} <= {user.pw_name}
     )
+
+
+def create(path: Path) -> IO[bytes]:
+    """Make a file that only its owner may write, whatever the umask, and open it for both.
+
+    Raises:
+        OSError: it exists already, also as a link, or cannot be made.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o644), "wb+", buffering=0)
 
 
 def make_folder(path: Path) -> None:

@@ -245,6 +245,11 @@ _streams: dict[Path, bytes] = {}
 """Content of pipes: it can be read only once, but is needed more than once."""
 
 
+def _at_once(name: str, flags: int) -> int:
+    """Open a file without waiting for the writer of a pipe."""
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def read_text(path: Path) -> str:
     """Return the file's text; `-` is standard input.
 
@@ -257,8 +262,13 @@ def read_text(path: Path) -> str:
         content = _streams.get(path)
         if content is None:
             file = Path("/dev/stdin") if path == Path("-") else path
-            with file.open("rb") as opened:
+            with open(file, "rb", opener=_at_once) as opened:
                 info = os.fstat(opened.fileno())
+                if not stat.S_ISREG(info.st_mode):
+                    # What a person names, such as `<(command)`; any other pipe may have no end.
+                    if not str(file.absolute()).startswith(("/dev/", "/proc/")):
+                        raise InputError("is not a regular file", place=f"{path}")
+                    os.set_blocking(opened.fileno(), True)
                 content = opened.read(_MAX_BYTES + 1)
             if stat.S_ISREG(info.st_mode):
                 size = f"{info.st_size:,} bytes"

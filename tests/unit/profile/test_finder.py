@@ -290,6 +290,8 @@ def test_a_profile_arrives_as_it_was_written(tmp_path: Path) -> None:
         ("via: login1", "PATH:2: via: 'login1' cannot be used; write ssh HOST or ssh USER@HOST"),
         ("via: ssh -p 22 login1", "PATH:2: via: 'ssh -p 22 login1' cannot be used"),
         ("via: ssh -oProxyCommand=x", "PATH:2: via: 'ssh -oProxyCommand=x' cannot be used"),
+        ("via: ssh é", "PATH:2: via: 'ssh é' cannot be used; write ssh HOST or ssh USER@HOST"),
+        ("via: ssh lоgin1", "PATH:2: via: 'ssh lоgin1' cannot be used"),  # noqa: RUF001  Cyrillic
         ("via: ssh a\nremote_dir: work", "PATH:3: remote_dir: 'work' cannot be used; write /PATH"),
         ("remote_dir: /work", "PATH: remote_dir without via"),
     ],

@@ -1,0 +1,58 @@
+"""The lock of a run on this machine, which tells whether it is running.
+
+On Linux it is a write lock of the open file (fcntl(2), "open file description locks"). As with
+flock(2), each process that has inherited the file keeps it; unlike flock's, it is out of reach of
+users who may only read the file, and a question does not take it either.
+"""
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+from typing import IO
+
+from toolkit.text.own_files import create
+
+NAME = "running.lock"
+"""The file, in the run directory."""
+
+NO_PID = "0" * 10
+"""What it holds in the instant before the supervisor's process id is known."""
+
+_FLOCK = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; 0 bytes are the whole file
+
+
+def hold(run_dir: Path) -> IO[bytes]:
+    """Make the lock of a new run, and hold it until the file is closed by all who have it.
+
+    The bytes for a process id are on the disk when this returns: from then on nothing may fail.
+
+    Raises:
+        OSError: the file exists already, or cannot be written.
+    """
+    file = create(run_dir / NAME)
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    os.pwrite(file.fileno(), NO_PID.encode(), 0)
+    return file
+
+
+def note_pid(file: IO[bytes], pid: int) -> None:
+    """Write down which process supervises the run."""
+    os.pwrite(file.fileno(), f"{pid:0{len(NO_PID)}}".encode(), 0)
+
+
+def is_held(file: IO[bytes]) -> bool:
+    """Whether a process that may write the file holds the lock."""
+    if hasattr(fcntl, "F_OFD_GETLK"):
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0)
+        answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+        kind: int = struct.unpack(_FLOCK, answer)[0]
+        return kind != fcntl.F_UNLCK
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
