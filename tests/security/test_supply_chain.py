@@ -1,8 +1,13 @@
-"""The pinned versions are installed, also of the tools of the build."""
+"""Versions are pinned, also of the tools of the build, and only plain files are tracked."""
 
+import json
 import re
+import subprocess
 import tomllib
-from importlib.metadata import distributions, requires
+from collections.abc import Callable, Mapping
+from importlib.metadata import distributions
+
+import pytest
 
 from tests.conftest import ROOT
 
@@ -21,24 +26,62 @@ def pins() -> dict[str, str]:
     return {named(name): version for name, _, version in found}
 
 
-def test_all_that_the_project_needs_is_installed_in_the_version_that_is_pinned() -> None:
-    known = {named(d.metadata["Name"]): d for d in distributions()}
-    # The wheel of torch for GPUs pins its libraries itself.
-    by_torch = {named(need) for need in requires("torch") or () if "==" in need}
-    wanted, seen = ["torch-deploy-toolkit"], set[str]()
-    while wanted:
-        name = wanted.pop()
-        if name in seen or name not in known:
+Graph = Mapping[str, tuple[str, list[str]]]
+"""Packages by name: the version, and the names that it requires."""
+
+OF_GPUS = re.compile(r"nvidia-.+|cuda-.+|triton")
+"""Libraries that the wheel of torch for GPUs chooses by itself."""
+
+
+def installed() -> Graph:
+    return {
+        named(d.metadata["Name"]): (d.version, [named(need) for need in d.requires or ()])
+        for d in distributions()
+    }
+
+
+def with_cuda() -> Graph:
+    """Return what is installed where pip takes the ordinary wheel of torch from the index."""
+    recorded = json.loads((ROOT / "tests/data/torch-cuda-metadata.json").read_text())
+    cuda = {name: (about["version"], about["requires"]) for name, about in recorded.items()}
+    return {**installed(), **cuda}
+
+
+@pytest.mark.parametrize("graph", [installed, with_cuda])
+def test_all_that_the_project_needs_is_installed_in_the_version_that_is_pinned(
+    graph: Callable[[], Graph],
+) -> None:
+    known = graph()
+    # Each name with whether torch needs it.
+    waiting, seen = [("torch-deploy-toolkit", False)], set[str]()
+    while waiting:
+        name, for_torch = waiting.pop()
+        if name in seen or name not in known or (for_torch and OF_GPUS.fullmatch(name)):
             continue
         seen.add(name)
-        wanted += [named(need) for need in known[name].requires or ()]
-    assert {"torch", "click", "pytest", "submitit"} <= seen
+        waiting += [(need, for_torch or name == "torch") for need in known[name][1]]
+    assert {"torch", "click", "pytest", "submitit", "sympy"} <= seen
     pinned = pins()
     versions = {
-        name: known[name].version.partition("+")[0]
-        for name in seen - by_torch - {"torch-deploy-toolkit", "pip"}  # pip comes with Python
+        name: known[name][0].partition("+")[0]
+        for name in seen - {"torch-deploy-toolkit", "pip"}  # pip comes with Python
     }
     assert versions == {name: pinned.get(name) for name in versions}
+
+
+def test_the_record_of_the_wheel_for_gpus_is_of_the_pinned_torch() -> None:
+    assert with_cuda()["torch"][0] == pins()["torch"]
+    assert sum(map(bool, map(OF_GPUS.fullmatch, with_cuda()))) > 10
+
+
+def test_tracked_files_have_plain_names() -> None:
+    """A test that writes into the wrong folder must not leave its files in a commit."""
+    done = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, text=True, check=True
+    )
+    names = done.stdout.split("\0")[:-1]
+    assert len(names) > 500
+    assert [name for name in names if not re.fullmatch(r"[A-Za-z0-9._/-]+", name)] == []
 
 
 def test_what_builds_the_project_is_pinned_too() -> None:
