@@ -19,7 +19,6 @@ root=${FRESH_ROOT:-}
 if [ -z "$root" ]; then
   root=$(mktemp -d /var/tmp/fresh-machine.XXXXXX)
   trap 'rm -rf --one-file-system "$root"' EXIT # nothing is mounted there outside the namespace
-  trap 'exit 130' INT TERM
 fi
 mkdir -p "$root"
 root=$(cd "$root" && pwd)
@@ -55,11 +54,11 @@ if [ "${FRESH_CLONE:-}" != keep ]; then
 fi
 
 # A machine as far as programs can tell: its own PID 1, mounts, host name and /dev/shm; the network is
-# this machine's. All of it ends with PID 1, which reaps orphans and ends after the command.
+# this machine's. All of it ends with PID 1, which reaps orphans and ends after the command. In the
+# background, so that SIGTERM is answered at once; Ctrl-C reaches the command, which is waited for.
 # shellcheck disable=SC2016
-unshare --mount --pid --fork --uts --ipc --kill-child bash -euc '
-  root=$1 clone=$2
-  shift 2
+env --default-signal=INT,QUIT unshare --mount --pid --fork --uts --ipc --kill-child bash -euc '
+  root=$1 clone=$2; shift 2
   trap "exit 130" INT TERM
   mount --bind "$root" "$root" # pivot_root wants a mount point
   cd "$root"
@@ -69,10 +68,13 @@ unshare --mount --pid --fork --uts --ipc --kill-child bash -euc '
   mount -t tmpfs -o mode=0755 tmpfs run
   mkdir run/lock
   mount -t proc proc proc
-  pivot_root . mnt
-  umount -l /mnt
+  pivot_root . mnt && umount -l /mnt
   mount --make-rshared / # as systemd does
   echo fresh >/proc/sys/kernel/hostname
   cd "$clone"
   env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin ${TERM:+"TERM=$TERM"} "$@"
-' fresh "$root" "$clone" "$@"
+' fresh "$root" "$clone" "$@" <&0 &
+machine=$!
+trap 'wait "$machine"; exit 130' INT
+trap 'kill -KILL "$machine"; sleep 2; exit 143' TERM HUP # unshare takes PID 1 with it
+wait "$machine"

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from toolkit.text import untrusted
+from toolkit.text.control import printable
 from toolkit.text.untrusted import (
     RefusedFile,
     entries,
     finite,
     parse_json,
-    printable,
     read_bytes,
     whole,
 )

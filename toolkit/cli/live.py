@@ -24,7 +24,7 @@ from rich.text import Text
 from toolkit.cli.summary import NO_ROWS, Row, point_text, summary_fields
 from toolkit.runs.progress import Progress
 from toolkit.runs.state import RunState
-from toolkit.text import untrusted
+from toolkit.text import control
 
 _STYLES = {
     RunState.CANCELLED: "dim",
@@ -239,4 +239,4 @@ def _state(state: RunState) -> Text:
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text(untrusted.printable(text), style=style, overflow="fold")
+    return Text(control.printable(text), style=style, overflow="fold")

@@ -14,7 +14,7 @@ import click
 
 from toolkit.cli.output import note
 from toolkit.runs import long_operation
-from toolkit.text import untrusted
+from toolkit.text import control
 
 _BETWEEN_S = 0.1
 """How often a line is written again at most, in seconds."""
@@ -40,7 +40,7 @@ class Operations:
     @contextlib.contextmanager
     def view(self, what: str) -> Iterator[long_operation.Report]:
         """Show an operation while it goes on."""
-        what = untrusted.printable(what)
+        what = control.printable(what)
         if not self._draws:
             if what not in self._noted:
                 note((what,))
@@ -51,7 +51,7 @@ class Operations:
 
         def draw(done: float, total: float | None, text: str) -> None:
             with _undisturbed():
-                line.draw(done, total, untrusted.printable(text))
+                line.draw(done, total, control.printable(text))
 
         try:
             draw(0, None, "")

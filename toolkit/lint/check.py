@@ -44,8 +44,8 @@ from toolkit.lint.training.rules import (
     spawn,
 )
 from toolkit.lint.training.script import read_training_script
+from toolkit.text.control import printable
 from toolkit.text.manifests import Stream, View, read_manifests
-from toolkit.text.untrusted import printable
 from toolkit.text.yaml_reader import KeyPath
 
 SCRIPT_RULES = (

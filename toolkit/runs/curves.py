@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records, recorded_metrics
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 _BYTES = 4 << 30
 _LINE_BYTES = 1 << 16
@@ -114,7 +114,7 @@ def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:
 def figures_of(record: MetricRecord) -> dict[str, float]:
     """Return what a record has measured: its finite numbers by name."""
     return {
-        untrusted.printable(key)[:_NAME]: value
+        control.printable(key)[:_NAME]: value
         for key, content in record.values.items()
         if key not in PLACE and (value := untrusted.finite(content)) is not None
     }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from toolkit.errors import LauncherError
 from toolkit.runs.record_version import require_known
 from toolkit.runs.scheduler_times import Schedule, Scheduled
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 BUCKETS = {
     "productive": "steps that count",
@@ -87,7 +87,7 @@ class Price(NamedTuple):
         amount, currency = untrusted.finite(price.get("rank_hour")), price.get("currency")
         if amount is None or amount < 0 or not isinstance(currency, str):
             return None
-        return cls(amount, untrusted.printable(currency)[:16])
+        return cls(amount, control.printable(currency)[:16])
 
     def of_ranks(self, rank_s: float) -> str:
         """Return what so many seconds of ranks cost, with the currency."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.runs.log_reader import Span, attempt_folders, last_objects
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 _MOST_RANKS = 1 << 20
 _MOST_ATTEMPTS = 50
@@ -89,6 +89,6 @@ def _waits_in(row: Mapping[str, Any]) -> RankWaits | None:
             continue
         rank, share = untrusted.whole(each[0], most=_MOST_RANKS), untrusted.finite(each[1])
         if rank is not None and share is not None and 0 <= share <= 1:
-            waits[rank], nodes[rank] = share, untrusted.printable(each[2])[:80]
+            waits[rank], nodes[rank] = share, control.printable(each[2])[:80]
     when = untrusted.moment(row.get("time"))
     return RankWaits(time=when, waits=waits, nodes=nodes) if waits and when is not None else None

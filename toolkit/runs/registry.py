@@ -15,7 +15,7 @@ from typing import Any
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.runs import submission_journal
 from toolkit.runs.state_dir import append, state_folder
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 _VERSION = 1
 _BYTES = 1 << 30
@@ -280,5 +280,5 @@ def _is_path(text: str) -> bool:
 
 def _word(value: Any) -> str:
     """Return a text that can stand in a line; else an empty one."""
-    good = isinstance(value, str) and len(value) <= _WORD and untrusted.printable(value) == value
+    good = isinstance(value, str) and len(value) <= _WORD and control.printable(value) == value
     return value if good and "\n" not in value else ""

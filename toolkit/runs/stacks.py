@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from toolkit.errors import LauncherError
 from toolkit.runs.log_reader import Span, attempt_folders, last_objects
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 ANSWERS_S = 45.0
 """How long the nodes may take to answer, in seconds: NFS may show a new file after 30."""
@@ -311,11 +311,11 @@ def _frames(stack: object) -> tuple[Frame, ...]:
 def _collective(group: str, value: object) -> str:
     last = untrusted.mapping(value)
     number = untrusted.whole(last.get("number")) or 0
-    return f"{_text(last.get('name'))} {number} of process group {untrusted.printable(group)}"
+    return f"{_text(last.get('name'))} {number} of process group {control.printable(group)}"
 
 
 def _text(value: object) -> str:
-    return untrusted.printable(value) if isinstance(value, str) else ""
+    return control.printable(value) if isinstance(value, str) else ""
 
 
 def _numbered(ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.errors import InputError
 from toolkit.runs.log_reader import attempt_numbers, modified_at, nodes_of
 from toolkit.runs.progress import Progress
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.yaml_reader import read_document
 
@@ -85,7 +85,7 @@ def _missing(folder: Path, started: dict[str, Path | None], nnodes: int) -> str:
     lacking = [number for number in range(nnodes) if f"node-{number}" not in started]
     names = [hosts[n] if len(hosts) == nnodes else f"node {n}" for n in lacking[:_MOST_NAMED]]
     more = ", …" if len(lacking) > _MOST_NAMED else ""
-    return f"{share}: {', '.join(map(untrusted.printable, names))}{more}"
+    return f"{share}: {', '.join(map(control.printable, names))}{more}"
 
 
 def _job(run_dir: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.errors import InputError, LauncherError
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 if TYPE_CHECKING:
     from toolkit.runs.run import Run
@@ -452,5 +452,5 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
     except (InputError, LauncherError):
         raise
     except Exception as error:  # of a library, which may raise anything
-        words = untrusted.printable(str(error)).strip() or type(error).__name__
+        words = control.printable(str(error)).strip() or type(error).__name__
         raise LauncherError(f"{to}: {words}") from error

@@ -22,7 +22,7 @@ from toolkit.runs.submission_journal import UnknownOutcome
 from toolkit.slurm.commands import ask_mine, first_line, refused
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost
-from toolkit.text import untrusted
+from toolkit.text import control, untrusted
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """How long to wait before each new try: about a minute in all."""
@@ -96,7 +96,7 @@ def _job(line: Any) -> SlurmJob | None:
     good = (
         data.get("version") == _VERSION
         and is_job_id(texts["job_id"])
-        and all(isinstance(t, str) and untrusted.printable(t) == t for t in texts.values())
+        and all(isinstance(t, str) and control.printable(t) == t for t in texts.values())
         and texts["mode"] in _MODES
         and _AFTER.fullmatch(texts["after"])
         and (points is None or isinstance(points, list))

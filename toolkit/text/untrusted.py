@@ -18,9 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from toolkit.text.control import for_terminal as for_terminal
-from toolkit.text.control import printable as printable
-
 JSON_BYTES = 16 << 20
 """The largest file or answer that is read whole, in bytes."""
 

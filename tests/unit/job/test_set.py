@@ -128,7 +128,7 @@ def test_set_reaches_into_lists_of_the_file(load: Load) -> None:
         ("env={A: 3.10}", 'env.A: 3.10 is not a string to YAML; write "3.10"'),
         ("env.X=\udcff", "env.X: '\\udcff' holds half a surrogate pair, which is not text"),
         (".".join("a" * 2000) + "=1", "no key is 2000 levels deep"),
-        ("args." + "1" * 5000 + "=x", f"there is no 'args.{'1' * 5000}' to set in job.yaml"),
+        ("args." + "1" * 5000 + "=x", f"there is no 'args.{'1' * 494}… to set in job.yaml"),
         ("env.RANK=0",
          "env.RANK: 'RANK' is set by torchrun, the scheduler or the toolkit; leave it out"),
         ("args=foo", "args: must be a list, not 'foo'"),
