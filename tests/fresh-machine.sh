@@ -76,5 +76,5 @@ env --default-signal=INT,QUIT unshare --mount --pid --fork --uts --ipc --kill-ch
 ' fresh "$root" "$clone" "$@" <&0 &
 machine=$!
 trap 'wait "$machine"; exit 130' INT
-trap 'kill -KILL "$machine"; sleep 2; exit 143' TERM HUP # unshare takes PID 1 with it
+trap 'kill -KILL "$machine"; wait "$machine" 2>/dev/null || sleep 2; exit 143' TERM HUP # PID 1 dies with unshare
 wait "$machine"
