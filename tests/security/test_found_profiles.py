@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from tests.conftest import TOOLKIT
+from tests.conftest import ROOT, TOOLKIT
 from toolkit.errors import ProfileError
 from toolkit.profile import configuration_folder, load_profile, origin_notes
 from toolkit.runs.state_dir import state_folder
@@ -154,6 +154,29 @@ def test_a_profile_that_is_not_the_projects_own_is_named(tmp_path: Path) -> None
     (yours.parents[1] / "default").write_text("profiles/local.yaml\n")
     (default,) = origin_notes(str(yours), folder=here, environ=environ)
     assert default == f"the default profile is {yours}"
+
+
+@needs_root
+def test_the_sandbox_of_another_user_is_not_entered(shared: Path) -> None:
+    """`make submit-slurm` puts the programs of a sandbox that is found before all others."""
+    planted = shared / ".sandbox/bin"
+    planted.mkdir(parents=True)
+    (planted / "sbatch").write_text("#!/bin/sh\nid >PLANTED\n")
+    mine = project(shared / "mine")
+    sandbox = [str(ROOT / "slurm/sandbox/sandbox"), "env"]
+
+    def answer(folder: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(sandbox, cwd=folder, capture_output=True, text=True, check=False)
+
+    assert str(planted.parent) in answer(mine).stderr
+    for folder in (planted.parent, planted):
+        os.chown(folder, NOBODY, NOBODY)
+    assert str(planted.parent) not in answer(mine).stderr
+    refused = answer(shared)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith(
+        "is not yours, and its programs would run; name another with --dir\n"
+    )
 
 
 @needs_root

@@ -108,3 +108,22 @@ def test_no_escape_of_a_cloned_project_runs_code(kind: str, tmp_path: Path) -> N
             with pytest.raises(toolkit.RenderError):
                 toolkit.render(toolkit.plan(job, profile))
         assert not mark.exists(), escape
+
+
+def test_a_template_puts_no_other_file_into_a_script(tmp_path: Path) -> None:
+    """A link in a cloned project could lead to a key of yours, and `submit` would send it."""
+    secret = tmp_path / "secret"
+    secret.write_text("the key")
+    folder = tmp_path / "t/local"
+    folder.mkdir(parents=True)
+    (folder / "key.j2").symlink_to(secret)
+    (folder / "part.j2").write_text("part")
+    (folder / "link.j2").symlink_to("part.j2")
+    profile = toolkit.LocalProfile(name="l", templates_dir=str(tmp_path / "t"))
+    made = toolkit.plan(toolkit.JobSpec(name="a", module="m"), profile)
+    for include in ("local/key.j2", "local/../../secret", str(secret)):
+        (folder / "run.sh.j2").write_text(f"{{% include '{include}' %}}")
+        with pytest.raises(toolkit.RenderError, match="leads out of templates_dir"):
+            toolkit.render(made)
+    (folder / "run.sh.j2").write_text("{% include 'local/link.j2' %}")
+    assert toolkit.render(made) == "part"

@@ -152,6 +152,9 @@ class _YourLoader(jinja2.FileSystemLoader):
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
         path = Path(self.searchpath[0], template)
+        if path.is_file() and not path.resolve().is_relative_to(Path(self.searchpath[0]).resolve()):
+            message = "leads out of templates_dir, and its text would get into the script"
+            raise jinja2.TemplateSyntaxError(message, 1, template, str(path))
         if path.is_file() and path.stat().st_size > _MOST:
             raise jinja2.TemplateSyntaxError(
                 f"has more than {_MOST:,} bytes", 1, template, str(path)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -28,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if Path(config.RUN, "node").exists():
             raise SandboxError("this is a node of a sandbox; call from outside", status=2)
         run: Run = arguments.run
-        result = run(arguments, StateDir(Path(arguments.dir)))
+        if (folder := Path(arguments.dir)).exists() and not _is_own(folder):
+            raise SandboxError(
+                f"{folder} is not yours, and its programs would run; name another with --dir",
+                status=2,
+            )
+        result = run(arguments, StateDir(folder))
         if isinstance(result, str):
             print(result)
             return 0
@@ -47,7 +53,17 @@ def _default_dir() -> Path:
     """Return the state directory of the current folder or the nearest above that has one."""
     here = Path.cwd()
     paths = (folder / STATE for folder in (here, *here.parents))
-    return next((path for path in paths if (path / "bin").is_dir()), here / STATE)
+    return next((path for path in paths if _is_own(path) and _is_own(path / "bin")), here / STATE)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a folder is ours: `sandbox env` puts its programs before all others."""
+    try:
+        info = path.lstat()
+    except OSError:
+        return False
+    own = info.st_uid in (os.geteuid(), 0) and not info.st_mode & stat.S_IWOTH
+    return stat.S_ISDIR(info.st_mode) and own
 
 
 def _install(arguments: argparse.Namespace, _: StateDir) -> str:
