@@ -357,12 +357,8 @@ class MetricRecord(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The record as a row of a table, which has no lists; rows share the names of columns."""
-        return {
-            sys.intern(key): value
-            for key, value in self.values.items()
-            if key != "version" and not isinstance(value, list | dict)
-        }
+        """The record as a row of a table; rows share the names of columns."""
+        return {sys.intern(key): value for key, value in self.values.items() if key != "version"}
 
 
 def recorded_metrics(run_dir: Path) -> Iterator[MetricRecord]:
