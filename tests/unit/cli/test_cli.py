@@ -238,7 +238,10 @@ def test_the_help_of_every_command_ends_with_an_example(command: str) -> None:
 
 
 def test_the_help_lists_every_command(program: Program) -> None:
-    assert cli.list_commands(click.Context(cli)) == COMMANDS
+    context = click.Context(cli)
+    assert cli.list_commands(context) == COMMANDS
+    for name in COMMANDS:
+        assert cli.get_command(context, name)  # imports its module
     assert sorted(cli.commands) == sorted(COMMANDS)  # the modules define no others
     done = program("--help")
     section = done.stdout.partition("Commands:\n")[2]
