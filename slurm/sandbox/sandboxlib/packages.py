@@ -74,7 +74,7 @@ def install(*, accounting: bool) -> list[str]:
         _run(["apt-get", "update", "-q"], env)
         second = _run(argv, env)
         if second.returncode:
-            tail = "\n".join(second.stdout.splitlines()[-15:])
+            tail = "\n".join(second.stdout.splitlines()[-60:])
             raise SandboxError(f"apt-get failed; {advice}\n{tail}", status=2)
     still = missing(accounting=accounting)
     if still:
