@@ -18,6 +18,7 @@ done
 root=${FRESH_ROOT:-}
 if [ -z "$root" ]; then
   root=$(mktemp -d /var/tmp/fresh-machine.XXXXXX)
+  chmod 755 "$root" # it becomes /, which every user must enter
   trap 'rm -rf --one-file-system "$root"' EXIT # nothing is mounted there outside the namespace
 fi
 mkdir -p "$root"
