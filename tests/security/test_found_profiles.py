@@ -127,6 +127,33 @@ def test_templates_of_another_user_are_refused(shared: Path) -> None:
             load_profile("local", folder=folder)
 
 
+@needs_root
+def test_a_repository_of_another_user_is_none(shared: Path) -> None:
+    """An empty file called `.git` must not make a folder that others may write the project."""
+    planted = plant(shared, owner=0)
+    planted.chmod(0o666)
+    mine = project(shared / "mine")
+    git = shared / ".git"
+    git.touch()
+    os.chown(git, NOBODY, NOBODY)
+    with pytest.raises(ProfileError, match="can be written by others"):
+        load_profile("local", folder=mine)
+
+
+def test_a_list_of_further_users_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x"
+    file.touch()
+    file.chmod(0o664)
+    assert why_not_own(file) == "" or os.getuid() != 0
+
+    def listed(path: Path, name: str, *, follow_symlinks: bool) -> bytes:
+        assert (name, follow_symlinks) == ("system.posix_acl_access", False)
+        return b"a list"
+
+    monkeypatch.setattr(os, "getxattr", listed)
+    assert "can be written by others" in why_not_own(file)
+
+
 def test_the_search_ends_at_the_top_of_the_repository(tmp_path: Path) -> None:
     plant(tmp_path, owner=os.getuid())
     inner = tmp_path / "repository/jobs"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
-from toolkit.runs import provenance
+from toolkit.runs import git_commands, provenance
 from toolkit.slurm.login.ssh_host import working_tree
 
 
@@ -200,3 +200,57 @@ def test_filters_of_your_own_configuration_are_run(
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     git(project, "config", "--global", "filter.f.clean", "sed s/2/1/")
     assert provenance.collect(project)["git"]["dirty"] is False
+
+
+# ---- `.git` that leads to another repository of yours
+
+
+def by_configuration(project: Path, private: Path) -> None:
+    git(project, "config", "core.worktree", str(private))
+
+
+def by_file(project: Path, private: Path) -> None:
+    shutil.rmtree(project / ".git")
+    (project / ".git").write_text(f"gitdir: {private}/.git\n")
+
+
+def by_link(project: Path, private: Path) -> None:
+    shutil.rmtree(project / ".git")
+    (project / ".git").symlink_to(private / ".git")
+
+
+def by_common_folder(project: Path, private: Path) -> None:
+    shutil.rmtree(project / ".git")
+    (project / ".git").mkdir()
+    shutil.copy(private / ".git/HEAD", project / ".git/HEAD")
+    (project / ".git/commondir").write_text(f"{private}/.git\n")
+
+
+@pytest.mark.parametrize("lead", [by_configuration, by_file, by_link, by_common_folder])
+def test_another_repository_is_neither_recorded_nor_copied(
+    project: Path, tmp_path: Path, lead: Callable[[Path, Path], None]
+) -> None:
+    private = repository(tmp_path / "private")
+    (private / "train.py").write_text("private\n")
+    lead(project, private)
+    assert "git" not in provenance.collect(project)
+    with pytest.raises(LauncherError, match="names another repository or working tree"):
+        working_tree(project)
+
+
+def test_worktrees_and_submodules_are_ones_own(project: Path, tmp_path: Path) -> None:
+    git(project, "worktree", "add", "--quiet", "-b", "w", str(tmp_path / "worktree"))
+    inner = repository(tmp_path / "inner")
+    git(project, "submodule", "--quiet", "add", str(inner), "sub")
+    (project / "below").mkdir()
+    (project / "sub/train.py").write_text("lr = 3\n")
+    for folder in (tmp_path / "worktree", project / "sub", project / "below"):
+        assert len(provenance.collect(folder)["git"]["commit"]) == 40, folder
+    assert "train.py" in working_tree(tmp_path / "worktree").names
+
+
+def test_an_endless_answer_is_cut(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(git_commands, "_ANSWER_BYTES", 10)
+    assert "git" not in provenance.collect(project)
+    with pytest.raises(subprocess.SubprocessError, match="prints more than 10 bytes"):
+        git_commands.run_git(project, "log")

@@ -4,6 +4,7 @@ Work is counted in calls, of Python and of C, and never in seconds.
 """
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -113,6 +114,26 @@ def test_many_values_are_refused_before_a_tree_is_made_of_them(
     monkeypatch.setattr("yaml.compose", compose)
     text = "a: [" + "1, " * 300_000 + "]\n"
     assert said(lambda: read_document(text, "job.yaml")) == ("job.yaml:1: more than 100000 values")
+
+
+def test_a_script_of_very_many_lines_is_refused() -> None:
+    text = "#!/bin/bash\n#SBATCH --time=1:00:00\n" + "true\n" * 20_000
+    assert said(lambda: check_script(text, "x")) == "x: more than 20,000 lines; is it a script?"
+    assert check_script(text[: -5 * 100], "x") == []
+
+
+def test_of_very_many_problems_the_first_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "x.sbatch").write_text("#!/bin/bash\n" + "#SBATCH --nodse=2\n" * 3000)
+    (tmp_path / "x.yaml").write_text("apiVersion: v1\nkind: Pod\n" + "---\n{}\n" * 100_000)
+    (tmp_path / "job.yaml").write_text("name: a\n" + "".join(f"k{n}: 1\n" for n in range(3000)))
+    for name, lines in [("x.sbatch", 1001), ("x.yaml", 1000), ("job.yaml", 1001)]:
+        argv = [sys.executable, "-m", "toolkit", "check", name]
+        done = subprocess.run(
+            argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        shown = (done.stdout + done.stderr).splitlines()
+        assert len(shown) == lines, shown[-2:]
+        assert lines == 1000 or re.fullmatch(r"note: 2\d+ more .* are not shown", shown[-1])
 
 
 # ---- How work grows

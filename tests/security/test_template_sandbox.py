@@ -1,5 +1,6 @@
 """What a stranger's template can reach: plain data, and nothing to call but what is listed."""
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,17 +114,67 @@ def test_no_escape_of_a_cloned_project_runs_code(kind: str, tmp_path: Path) -> N
 def test_a_template_puts_no_other_file_into_a_script(tmp_path: Path) -> None:
     """A link in a cloned project could lead to a key of yours, and `submit` would send it."""
     secret = tmp_path / "secret"
-    secret.write_text("the key")
+    for file in (secret, tmp_path / "key.j2"):
+        file.write_text("the key")
     folder = tmp_path / "t/local"
     folder.mkdir(parents=True)
     (folder / "key.j2").symlink_to(secret)
+    (tmp_path / "t/.env").write_text("the key")
+    (tmp_path / "t/.hidden.j2").write_text("the key")
+    (folder / "key.txt").write_text("the key")
     (folder / "part.j2").write_text("part")
     (folder / "link.j2").symlink_to("part.j2")
     profile = toolkit.LocalProfile(name="l", templates_dir=str(tmp_path / "t"))
     made = toolkit.plan(toolkit.JobSpec(name="a", module="m"), profile)
-    for include in ("local/key.j2", "local/../../secret", str(secret)):
+    for include, message in [
+        ("local/key.j2", "leads out of templates_dir"),
+        ("local/../../key.j2", "there is no template"),
+        ("local/key.txt", "there is no template 'local/key.txt'; their names end in .j2"),
+        (".env", "there is no template '.env'; their names end in .j2"),
+        (".hidden.j2", "there is no template '.hidden.j2'"),
+        (str(secret), "there is no template"),
+    ]:
         (folder / "run.sh.j2").write_text(f"{{% include '{include}' %}}")
-        with pytest.raises(toolkit.RenderError, match="leads out of templates_dir"):
+        with pytest.raises(toolkit.RenderError, match=re.escape(message)):
             toolkit.render(made)
     (folder / "run.sh.j2").write_text("{% include 'local/link.j2' %}")
     assert toolkit.render(made) == "part"
+
+
+def test_macros_of_another_file_are_called(tmp_path: Path) -> None:
+    folder = tmp_path / "t/local"
+    folder.mkdir(parents=True)
+    (folder / "macros.j2").write_text("{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}")
+    (folder / "run.sh.j2").write_text(
+        "{% import 'local/macros.j2' as m %}{% from 'local/macros.j2' import twice %}"
+        "{{ m.twice('a') }}{{ twice('b') }}{{ job.name.rpartition('-')[2].zfill(3) }}"
+    )
+    profile = toolkit.LocalProfile(name="l", templates_dir=str(tmp_path / "t"))
+    made = toolkit.plan(toolkit.JobSpec(name="a-7", module="m"), profile)
+    assert toolkit.render(made) == "aabb007"
+    (folder / "run.sh.j2").write_text("\n{{ '\\ud800' }}")
+    with pytest.raises(toolkit.RenderError, match="which is no character"):
+        toolkit.render(made)
+
+
+def test_all_points_of_a_sweep_share_a_limit(tmp_path: Path) -> None:
+    folder = tmp_path / "t/kubernetes"
+    folder.mkdir(parents=True)
+    (folder / "pytorchjob.yaml.j2").write_text(
+        "{% include 'toolkit/kubernetes/pytorchjob.yaml.j2' %}\n#{{ 'a' * 2000000 }}\n"
+    )
+    values = [str(value) for value in range(30)]
+    job = toolkit.JobSpec(name="a", module="m", image="i", sweep={"grid": {"--lr": values}})
+    profile = toolkit.KubernetesProfile(name="k", templates_dir=str(tmp_path / "t"))
+    with pytest.raises(toolkit.RenderError, match=r"renders more than [\d,]+ characters"):
+        toolkit.render(toolkit.plan(job, profile))
+
+
+def test_a_mistake_has_its_line_whatever_the_path(tmp_path: Path) -> None:
+    folder = tmp_path / "t/local"
+    folder.mkdir(parents=True)
+    (folder / "run.sh.j2").write_text("a\n{{ nothing }}\n")
+    (tmp_path / "x").mkdir()
+    profile = toolkit.LocalProfile(name="l", templates_dir=f"{tmp_path}/x/../t")
+    with pytest.raises(toolkit.RenderError, match=r"run\.sh\.j2:2: 'nothing' is undefined"):
+        toolkit.render(toolkit.plan(toolkit.JobSpec(name="a", module="m"), profile))

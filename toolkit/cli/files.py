@@ -15,7 +15,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
-from toolkit.cli.output import echo_json, note, note_origins, say, write
+from toolkit.cli.output import echo_json, first_of, note, note_origins, say, write
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
         rows = [asdict(finding) for finding in findings]
         echo_json(json.loads(without_secrets(json.dumps(rows))))
         return
-    for finding in findings:
+    for finding in first_of(findings, "findings"):
         say(without_secrets(str(finding)), err=finding.rule is None)
 
 

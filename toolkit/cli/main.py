@@ -4,6 +4,7 @@ from __future__ import annotations  # naming a type must not import it
 
 import codecs
 import errno
+import functools
 import importlib
 import io
 import os
@@ -16,11 +17,13 @@ import click
 
 import toolkit
 from toolkit.cli import exit_status
-from toolkit.cli.output import say, stop_writing
+from toolkit.cli.output import first_of, say, stop_writing
 from toolkit.errors import InputError, ToolkitError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from toolkit.text.secret_scan import Mask
 
 # ---- The commands, their arguments and options
 
@@ -178,7 +181,7 @@ def main() -> None:
             say(line, err=True)  # the message may quote a file's name
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
-        for problem in error.problems:
+        for problem in first_of(error.problems, "problems"):
             say(without_secrets(str(problem)), err=True)
         sys.exit(error.exit_status)
     except ToolkitError as error:
@@ -202,7 +205,14 @@ def without_secrets(text: str) -> str:
     """Return a message without values of secrets, from the environment or by their shape."""
     from toolkit.text import secret_scan
 
-    return secret_scan.conceal(secret_scan.Mask(secret_scan.values_of(os.environ)).hide(text))
+    return secret_scan.conceal(_mask(tuple(os.environ.items())).hide(text))
+
+
+@functools.lru_cache(maxsize=1)  # a file may have thousands of problems
+def _mask(variables: tuple[tuple[str, str], ...]) -> Mask:
+    from toolkit.text import secret_scan
+
+    return secret_scan.Mask(secret_scan.values_of(dict(variables)))
 
 
 def _working_folder_exists() -> bool:

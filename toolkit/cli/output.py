@@ -8,8 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import click
 
@@ -18,6 +18,11 @@ from toolkit.cli import exit_status
 
 _MOST_POINTS = 20
 """How many failed points of a sweep are listed."""
+
+_MOST_LISTED = 1000
+"""How many problems of files are listed."""
+
+_T = TypeVar("_T")
 
 
 def note(notes: Iterable[str]) -> None:
@@ -46,6 +51,13 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(printable(text).replace("\n", "\n  "), err=err)
 
 
+def first_of(texts: Sequence[_T], what: str) -> Iterator[_T]:
+    """Yield the first texts of a list, and note how many more there are."""
+    yield from texts[:_MOST_LISTED]
+    if len(texts) > _MOST_LISTED:
+        note([f"{len(texts) - _MOST_LISTED} more {what} are not shown"])
+
+
 def echo_lines(lines: Iterable[str]) -> None:
     """Print lines as they come, each as `say()` does."""
     for line in lines:
@@ -71,7 +83,11 @@ def echo_json(value: object) -> None:
     """
     from toolkit.text.control import without_control
 
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN and Infinity, which JSON does not know: a loss that has diverged
+        value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo(without_control(text, lambda c: json.dumps(c)[1:-1]))
 
 

@@ -86,6 +86,10 @@ CLUSTER_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["cluster"
 """The rules of `check --server` at a Kubernetes cluster, for a job file and for manifests."""
 
 
+_MOST_LINES = 20_000
+"""The longest batch script that is checked, in lines: a sweep of as many points."""
+
+
 def check_script(text: str, source: str, site: Site | None = None) -> list[Problem]:
     """Return the problems of a batch script, by line; each one once.
 
@@ -97,6 +101,8 @@ def check_script(text: str, source: str, site: Site | None = None) -> list[Probl
     """
     if not text.strip():
         raise InputError("the file is empty", place=source)
+    if text.count("\n") > _MOST_LINES:
+        raise InputError(f"more than {_MOST_LINES:,} lines; is it a script?", place=source)
     site = site or Site()
     if (line := script_template_line(text)) is not None:
         what = "this is a template of a script"

@@ -1,5 +1,6 @@
 """Drafts a profile from the detected facts, with comments on what to edit."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def keep_draft(
     try:
         make_folder(path.parent)
         try:
-            untrusted.write_bytes(path, made.text.encode(), anew=not force)
+            untrusted.write_bytes(path, os.fsencode(made.text), anew=not force)
         except FileExistsError:
             message = "exists already; --force overwrites it, --print only shows the new one"
             raise InputError(message, place=str(path)) from None
@@ -82,7 +83,7 @@ def keep_draft(
         if before != entry and not force:
             return path, False
         make_folder(folder)
-        untrusted.write_bytes(default, f"{entry}\n".encode())
+        untrusted.write_bytes(default, os.fsencode(f"{entry}\n"))
     except OSError as error:
         raise InputError(f"{error.filename or path} cannot be written: {error.strerror}") from None
     return path, True

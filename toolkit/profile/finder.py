@@ -132,6 +132,15 @@ def configuration_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return user_folder("CONFIG", environ)
 
 
+_PLACES = ("slurm/profiles", "k8s/profiles")
+
+
+def _is_top(folder: Path) -> bool:
+    """Whether a folder is the top of a repository that is this user's own."""
+    git = folder / ".git"
+    return os.path.lexists(git) and not why_not_own(git, by_owner_alone=True)
+
+
 class _Search:
     """Where profiles are looked for, from a folder on."""
 
@@ -142,9 +151,10 @@ class _Search:
         self._own: list[Path] = []
         self._above: list[Path] = []
         above = (folder, *folder.parents)
-        top = next((one for one in above if (one / ".git").exists()), None)
+        top = next((one for one in above if _is_top(one)), None)
         for one in above:
-            places = [p for p in (one / "slurm/profiles", one / "k8s/profiles") if p.is_dir()]
+            # os.path, since a folder above may be closed to this user.
+            places = [one / name for name in _PLACES if os.path.isdir(one / name)]  # noqa: PTH112
             if top is None and one != folder:
                 self._above = list(self._others_passed_over(places))
             else:
@@ -177,7 +187,8 @@ class _Search:
 def _believed(path: Path, *, is_own: bool = False) -> "Profile":
     """Return the profile in a file that was found, and that nobody else could have written.
 
-    In the project itself, a team may write: it writes the job files and the code as well.
+    In the project itself, the members of a team may have the right to write: they write the job
+    files and the code as well.
 
     Raises:
         ProfileError: others could have written it or its templates, or every problem of the file.

@@ -6,6 +6,7 @@ each plan: its text, or the first mistake with its place.
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.environment import TemplateModule
 from jinja2.runtime import BlockReference, LoopContext, Macro, TemplateReference
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
@@ -33,12 +35,18 @@ _SPARE_BYTES = 32 << 20
 _MOST = 5_000_000
 """Characters of a template, and of a rendered text."""
 
+_MOST_OF_POINT = 200_000
+"""Characters that each further manifest of a sweep may add; those of the toolkit have half."""
+
 METHODS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"get", "items", "keys", "values"}),
     str: frozenset(
-        {"endswith", "format", "format_map", "join", "lower", "removeprefix", "removesuffix"}
-        | {"replace", "split", "splitlines", "startswith", "strip", "upper"}
+        {"capitalize", "count", "endswith", "find", "format", "format_map", "isdigit", "join"}
+        | {"lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rpartition"}
+        | {"rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "title", "upper"}
+        | {"zfill"}
     ),
+    list: frozenset({"count", "index"}),
 }
 """The methods of plain data that a template may call; for formats Jinja has one of its own, which
 reads no attribute that a template may not read."""
@@ -46,21 +54,28 @@ reads no attribute that a template may not read."""
 FUNCTIONS = frozenset({"cycler", "dict", "joiner", "namespace", "range"})
 """Jinja's functions that templates may call."""
 
-_OF_JINJA = (BlockReference, Cycler, Joiner, LoopContext, Macro, Namespace, TemplateReference)
+_OF_JINJA = (
+    *(BlockReference, Cycler, Joiner, LoopContext, Macro, Namespace),
+    *(TemplateModule, TemplateReference),
+)
 """What templates are made of; Jinja's sandbox decides what they may see of it."""
 
 
 def main() -> None:
     """Read a request, limit this process, and write what the templates make of each plan."""
     request = json.load(sys.stdin)
-    folder, name, plans = Path(request["folder"]), request["template"], request["plans"]
+    # Jinja normalises paths, and mistakes are found by them.
+    folder = Path(os.path.normpath(request["folder"]))
+    name, plans = request["template"], request["plans"]
     environment = sandbox(folder)
-    _limit(request["cpu_s"], output_bytes=8 * _MOST * len(plans))
+    most = _MOST + _MOST_OF_POINT * (len(plans) - 1)
+    _limit(request["cpu_s"], output_bytes=8 * most)
     for plan in plans:
         known = {"plan": plan, "job": plan["job"], "profile": plan["profile"]}
         known["version"] = request["version"]
         try:
-            answer = {"text": _text(environment, name, known)}
+            answer = {"text": _text(environment, name, known, min(most, _MOST))}
+            most -= len(answer["text"])
         except Exception as error:
             _give_spare_memory()
             problem = _problem(error, folder, name, known)
@@ -70,14 +85,19 @@ def main() -> None:
             return
 
 
-def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any]) -> str:
+def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any], most: int) -> str:
     parts, size = [], 0
     for part in environment.get_template(name).generate(known):
         parts.append(part)
         size += len(part)
-        if size > _MOST:
-            raise RenderError(f"renders more than {_MOST:,} characters; is there a loop?")
-    return "".join(parts)
+        if size > most:
+            raise RenderError(f"renders more than {most:,} characters; is there a loop?")
+    text = "".join(parts)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RenderError(f"renders {text[error.start]!r}, which is no character") from None
+    return text
 
 
 def _limit(cpu_s: int, *, output_bytes: int) -> None:
@@ -118,7 +138,8 @@ def sandbox(folder: Path) -> jinja2.Environment:
     )
     environment = configured(_Sandbox, loader=loader)
     environment.globals = {name: DEFAULT_NAMESPACE[name] for name in sorted(FUNCTIONS)}
-    del environment.filters["random"]  # the same plan gives the same text
+    for name in ("attr", "random"):  # the same plan gives the same text
+        del environment.filters[name]
     return environment
 
 
@@ -135,6 +156,8 @@ def _problem(error: Exception, folder: Path, name: str, known: Iterable[str]) ->
             message = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
         case jinja2.TemplateNotFound():
             message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
+            if not str(error.name).endswith(".j2"):
+                message = f"there is no template {error.name!r}; their names end in .j2"
         case jinja2.TemplateSyntaxError():
             message = error.message or "not a template"
             place = f"{error.filename}:{error.lineno}" if error.filename else place
@@ -151,6 +174,8 @@ class _YourLoader(jinja2.FileSystemLoader):
     def get_source(
         self, environment: jinja2.Environment, template: str
     ) -> tuple[str, str, Callable[[], bool]]:
+        if not template.endswith(".j2") or any(part[:1] == "." for part in template.split("/")):
+            raise jinja2.TemplateNotFound(template)  # such as `.env`, or `.git/config`
         path = Path(self.searchpath[0], template)
         if path.is_file() and not path.resolve().is_relative_to(Path(self.searchpath[0]).resolve()):
             message = "leads out of templates_dir, and its text would get into the script"

@@ -31,6 +31,8 @@ CPU_S = 5
 _PLANS_PER_CPU_S = 20
 """Each point of a sweep has a manifest of its own."""
 
+_MOST_CPU_S = 60
+
 _WALL_S = 120.0
 """How long the process may take on a machine that is busy otherwise."""
 
@@ -58,7 +60,7 @@ def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
         "template": plans[0].template,
         "version": __version__,
         "plans": list(map(plain, plans)),
-        "cpu_s": CPU_S + len(plans) // _PLANS_PER_CPU_S,
+        "cpu_s": min(CPU_S + len(plans) // _PLANS_PER_CPU_S, _MOST_CPU_S),
     }
     for plan, text in zip(plans, _rendered(request), strict=True):
         if isinstance(plan, KubernetesPlan):

@@ -9,6 +9,8 @@ a clone that is laid out as a bare repository.
 import os
 import re
 import subprocess
+import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,13 @@ _SETTINGS = (
     "core.fsmonitor=false",
     f"core.hooksPath={os.devnull}",
     "safe.bareRepository=explicit",  # git 2.38 and newer
+    "core.bigFileThreshold=1m",  # larger files are not compared, which takes their size many times
 )
+
+_ANSWER_BYTES = 64 << 20
+"""The longest answer that is read."""
+
+_ERROR_BYTES = 1 << 16
 
 _KEPT = (
     "GIT_CEILING_DIRECTORIES",
@@ -46,7 +54,7 @@ def run_git(
 
     Raises:
         OSError: git is not installed.
-        subprocess.TimeoutExpired: it has taken longer.
+        subprocess.SubprocessError: it has taken longer, or printed more than an answer has.
     """
     options = [word for setting in (*_SETTINGS, *settings) for word in ("-c", setting)]
     environ = {
@@ -56,15 +64,38 @@ def run_git(
     }
     # Objects that a partial clone lacks are not fetched.
     environ |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
-    return subprocess.run(
-        # Without locks: a `git commit` in another terminal must not fail because of a question.
-        ["git", "--no-pager", "--no-optional-locks", *options, "-C", folder, *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-        timeout=limit_s,
-        env=environ,
-    )
+    # Without locks: a `git commit` in another terminal must not fail because of a question.
+    argv = ["git", "--no-pager", "--no-optional-locks", *options, "-C", os.fspath(folder), *words]
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environ
+        ) as process,
+    ):
+        assert process.stdout is not None
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            output = process.stdout.read(_ANSWER_BYTES + 1)
+            if len(output) > _ANSWER_BYTES:
+                process.kill()
+                raise subprocess.SubprocessError(f"git prints more than {_ANSWER_BYTES} bytes")
+            process.wait()
+        finally:
+            timer.cancel()
+        if is_late.is_set():
+            raise subprocess.TimeoutExpired(argv, limit_s or 0.0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(
+            argv, process.returncode, output, errors.read(_ERROR_BYTES)
+        )
 
 
 def without_filters(folder: Path, *, limit_s: float | None = None) -> list[str]:
@@ -91,3 +122,32 @@ def without_filters(folder: Path, *, limit_s: float | None = None) -> list[str]:
             settings |= {f"{name}.{word}=": None for word in ("clean", "smudge", "process")}
             settings[f"{name}.required=false"] = None
     return list(settings)
+
+
+def is_own_tree(folder: Path, *, limit_s: float | None = None) -> bool:
+    """Whether git reads the repository that a folder is in, and no other by way of it.
+
+    `.git` can be a file or hold settings that name another repository or working tree of yours,
+    such as a private one, whose changes would be recorded.
+
+    Raises:
+        OSError: git is not installed.
+        subprocess.SubprocessError: the folder is in no repository.
+    """
+    words = ("rev-parse", "--show-toplevel", "--absolute-git-dir")
+    done = run_git(folder, *words, limit_s=limit_s)
+    done.check_returncode()
+    top, git = map(Path, os.fsdecode(done.stdout).removesuffix("\n").split("\n", 1))
+    entry = top / ".git"
+    if not folder.resolve().is_relative_to(top):
+        return False
+    if entry.is_dir() and not entry.is_symlink():
+        return git == entry and not (git / "commondir").exists()
+    # A worktree's or a submodule's; the repository names the folder, too.
+    try:
+        back = (git / "gitdir").read_text(encoding="utf-8").strip()
+        return Path(back) == entry
+    except OSError:
+        tree = run_git(folder, "config", "--file", str(git / "config"), "core.worktree")
+        named = os.fsdecode(tree.stdout).strip()
+        return bool(named) and (git / named).resolve() == top

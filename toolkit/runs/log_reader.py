@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 _CHUNK = 1 << 20
-_LINE_BYTES = 16 << 20
+_LINE_BYTES = 1 << 20
 """Longer lines are shown in parts, so that a file without a line end cannot fill the memory."""
 
 _ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
 from toolkit.errors import LauncherError, NewerFormat
-from toolkit.runs.git_commands import run_git, without_filters
+from toolkit.runs.git_commands import is_own_tree, run_git, without_filters
 from toolkit.runs.record_version import require_known
 from toolkit.text import secret_scan, untrusted
 
@@ -49,6 +49,8 @@ def _git_state(folder: Path) -> dict[str, Any]:
     Changes within a submodule do not count before they are committed there.
     """
     try:
+        if not is_own_tree(folder, limit_s=_GIT_S):
+            return {}
         commit = _git(folder, "rev-parse", "HEAD").strip()
         branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
         settings = without_filters(folder, limit_s=_GIT_S)

@@ -178,6 +178,10 @@ def is_manifest(text: str) -> bool:
     return "apiVersion" in keys or len(keys) > 1 or _JSON.match(text) is not None
 
 
+_MOST_PROBLEMS = 1000
+"""How many problems of a file are looked for."""
+
+
 def read_manifests(text: str, source: str, *, pod_security: str | None = None) -> Stream:
     """Read a stream of manifests; a List is replaced by its items.
 
@@ -188,6 +192,8 @@ def read_manifests(text: str, source: str, *, pod_security: str | None = None) -
     manifests: list[Manifest] = []
     problems: list[Problem] = []
     for above, part in _parts(text):
+        if len(problems) >= _MOST_PROBLEMS:
+            break
         try:
             document = read_document(part, source, above=above)
         except InputError as error:

@@ -52,7 +52,9 @@ def why_not_own(*paths: Path, by_owner_alone: bool = False) -> str:
             return f"{path} belongs to another user ({_user(info.st_uid)})"
         if by_owner_alone or stat.S_ISLNK(info.st_mode):
             continue
-        by_group = info.st_mode & stat.S_IWGRP and not _is_private(info.st_gid, info.st_uid)
+        by_group = info.st_mode & stat.S_IWGRP and not (
+            _is_private(info.st_gid, info.st_uid) and not _has_acl(path)
+        )
         if by_group or info.st_mode & stat.S_IWOTH:
             return f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):o})"
     return ""
@@ -65,10 +67,18 @@ def _user(uid: int) -> str:
         return f"id {uid}"
 
 
+def _has_acl(path: Path) -> bool:
+    """Whether a list names further users or groups; the mode shows most of what they may do."""
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access", follow_symlinks=False))
+    except (AttributeError, OSError):  # not Linux; without lists
+        return False
+
+
 def _is_private(gid: int, uid: int) -> bool:
     """Whether a group is that of a single user: named after the user, and without members."""
-    if gid == 0:
-        return True  # root's
+    if gid == uid == 0:
+        return True
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(uid)
     except KeyError:

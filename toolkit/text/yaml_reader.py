@@ -269,7 +269,7 @@ def read_text(path: Path) -> str:
                     if not str(file.absolute()).startswith(("/dev/", "/proc/")):
                         raise InputError("is not a regular file", place=f"{path}")
                     os.set_blocking(opened.fileno(), True)
-                content = opened.read(_MAX_BYTES + 1)
+                content = opened.read(_MAX_BYTES + 1) or b""  # None: a device has nothing yet
             if stat.S_ISREG(info.st_mode):
                 size = f"{info.st_size:,} bytes"
             else:

@@ -23,7 +23,7 @@ from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
-from toolkit.runs.git_commands import run_git
+from toolkit.runs.git_commands import is_own_tree, run_git
 from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
@@ -354,6 +354,11 @@ def working_tree(folder: Path) -> WorkingTree:
         raise LauncherError(
             f"{folder}: {message}. Which files belong to the project is asked of git: `git init` "
             "there (what .gitignore names stays here), or submit from the login node"
+        )
+    if not is_own_tree(folder):
+        raise LauncherError(
+            f"{folder}: its .git names another repository or working tree, whose files would be "
+            "copied; submit from there, or look at .git"
         )
     root = Path(os.fsdecode(top.stdout).rstrip("\n"))
     return WorkingTree(root=root, names=tuple(dict.fromkeys(_files(root, ""))))

@@ -1,6 +1,7 @@
 """Rules about srun: the number of torchruns, and the effect of one failure on the others."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from toolkit.job.sbatch_options import names
@@ -124,11 +125,14 @@ _INHERITS_AGAIN = (23, 11)
 def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     if script.exports("SLURM_KILL_BAD_EXIT"):
         return
+    runs = defaultdict(list)
+    for run in script.walk.torchruns:
+        runs[id(run.step)].append(run)
     for step in script.starts:
-        several = any(script.several(run) for run in script.walk.torchruns if run.step is step)
+        several = any(map(script.several, runs[id(step)]))
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
         if several and not handled:
-            names = {run.launcher.name for run in script.walk.torchruns if run.step is step}
+            names = {run.launcher.name for run in runs[id(step)]}
             what = f"this srun goes on when a node's {min(names)} has failed, and the others wait"
             yield Violation(step.line, f"{what} for it")
     starts = {id(step) for step in script.starts}
