@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # naming a type must not import it
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -207,11 +206,14 @@ def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
     if as_json:
-        rows = [asdict(finding) for finding in findings]
-        echo_json(json.loads(without_secrets(json.dumps(rows))))
+        echo_json([{key: _masked(v) for key, v in asdict(one).items()} for one in findings])
         return
     for finding in first_of(findings, "findings"):
         say(without_secrets(str(finding)), err=finding.rule is None)
+
+
+def _masked(value: object) -> object:
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _is_for(content: str, profile: str) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations  # naming a type must not import it
 import contextlib
 import itertools
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -86,9 +87,17 @@ def echo_json(value: object) -> None:
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError:  # NaN and Infinity, which JSON does not know: a loss that has diverged
-        value = json.loads(json.dumps(value), parse_constant=lambda name: None)
-        text = json.dumps(value, indent=2, ensure_ascii=False)
+        text = json.dumps(_finite(value), indent=2, ensure_ascii=False)
     click.echo(without_control(text, lambda c: json.dumps(c)[1:-1]))
+
+
+def _finite(value: object) -> object:
+    """Return a value with null in place of numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(text: str) -> None:

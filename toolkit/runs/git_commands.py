@@ -14,6 +14,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.text import untrusted
+
 _SETTINGS = (
     "core.fsmonitor=false",
     f"core.hooksPath={os.devnull}",
@@ -145,7 +147,7 @@ def is_own_tree(folder: Path, *, limit_s: float | None = None) -> bool:
         return git == entry and not (git / "commondir").exists()
     # A worktree's or a submodule's; the repository names the folder, too.
     try:
-        back = (git / "gitdir").read_text(encoding="utf-8").strip()
+        back = untrusted.read_text(git / "gitdir").strip()
         return Path(back) == entry
     except OSError:
         tree = run_git(folder, "config", "--file", str(git / "config"), "core.worktree")

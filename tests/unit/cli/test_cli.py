@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import toolkit
 from toolkit.cli import cli
+from toolkit.cli.output import echo_json
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = Path(sys.executable).parent / "toolkit"
@@ -586,3 +587,11 @@ def test_a_run_without_a_diff_says_why(program: Program, ended_run: Path) -> Non
     done = program("show", str(ended_run), "--diff")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "ended has no diff: it was not submitted from a git working tree\n"
+
+
+def test_json_has_no_words_that_json_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of a run that has diverged is NaN."""
+    echo_json({"metrics": [{"loss": float("nan"), "step": 1}], "most": float("inf"), "a": "\x1b"})
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == {"metrics": [{"loss": None, "step": 1}], "most": None, "a": "\x1b"}
+    assert "\x1b" not in shown
