@@ -206,6 +206,20 @@ def test_who_may_read_a_run_cannot_make_it_run_on(tmp_path: Path) -> None:
             reader.stdin.close()
 
 
+def test_a_system_without_such_locks_has_flocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with (tmp_path / "running.lock").open("wb+") as other:
+            assert not run_lock.is_held(other)
+        (tmp_path / "running.lock").unlink()
+        with run_lock.hold(tmp_path), (tmp_path / "running.lock").open("rb") as asked:
+            assert run_lock.is_held(asked)
+            assert run_lock.is_held(asked)
+        monkeypatch.setattr(run_lock, "_SET", -1)
+        monkeypatch.setattr(run_lock, "_ASK", -1)
+
+
 def test_what_a_run_writes_is_only_its_owners_whatever_the_umask(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: a\nscript: t.py\n")
     (tmp_path / "t.py").write_text("print(1)\n")

@@ -2,9 +2,11 @@
 
 On Linux it is a write lock of the open file (fcntl(2), "open file description locks"). As with
 flock(2), each process that has inherited the file keeps it; unlike flock's, it is out of reach of
-users who may only read the file, and a question does not take it either.
+users who may only read the file, and a question does not take it either. Where the system has no
+such locks (macOS, gVisor), flock's is used.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -19,6 +21,7 @@ NAME = "running.lock"
 NO_PID = "0" * 10
 """What it holds in the instant before the supervisor's process id is known."""
 
+_SET, _ASK = (getattr(fcntl, name, -1) for name in ("F_OFD_SETLK", "F_OFD_GETLK"))
 _FLOCK = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; 0 bytes are the whole file
 
 
@@ -31,9 +34,11 @@ def hold(run_dir: Path) -> IO[bytes]:
         OSError: the file exists already, or cannot be written.
     """
     file = create(run_dir / NAME)
-    if hasattr(fcntl, "F_OFD_SETLK"):
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
-    else:
+    try:
+        fcntl.fcntl(file, _SET, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
         fcntl.flock(file, fcntl.LOCK_EX)
     os.pwrite(file.fileno(), NO_PID.encode(), 0)
     return file
@@ -46,11 +51,13 @@ def note_pid(file: IO[bytes], pid: int) -> None:
 
 def is_held(file: IO[bytes]) -> bool:
     """Whether a process that may write the file holds the lock."""
-    if hasattr(fcntl, "F_OFD_GETLK"):
-        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0)
-        answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked)
+    try:
+        answer = fcntl.fcntl(file, _ASK, struct.pack(_FLOCK, fcntl.F_RDLCK, 0, 0, 0, 0))
         kind: int = struct.unpack(_FLOCK, answer)[0]
         return kind != fcntl.F_UNLCK
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
