@@ -230,7 +230,6 @@ def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: U
     assert min(waits.waits, key=waits.waits.__getitem__) == 2
 
 
-@pytest.mark.slurm
 @pytest.fixture
 def no_loader_left(tmp_path: Path) -> Iterator[None]:
     """End the loader's worker, which outlives its killed rank: it looks for it between samples.
@@ -246,6 +245,7 @@ def no_loader_left(tmp_path: Path) -> Iterator[None]:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.mark.slurm
 @pytest.mark.usefixtures("no_loader_left")
 def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_path: Path) -> None:
     notify = {"command": f"cat >>{tmp_path}/told", "events": ["stall"]}
