@@ -232,10 +232,10 @@ def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: U
 
 @pytest.fixture
 def no_loader_left(tmp_path: Path) -> Iterator[None]:
-    """End the loader's worker, which outlives its killed rank: it looks for it between samples.
+    """End the DataLoader worker of the killed rank.
 
-    Where Slurm does not track processes by cgroups, it stays on its node, and a later test there
-    would wait for its end.
+    The worker checks only between samples whether its rank is alive. Where Slurm does not track
+    processes by cgroups, it stays on its node, and a later test there would wait for its end.
     """
     yield
     script = os.fsencode(tmp_path / "hanging.py")

@@ -43,9 +43,9 @@ def note_origins(profiles: Iterable[str]) -> None:
 def say(text: str, *, err: bool = False) -> None:
     """Print a message; all text of commands goes through here or through `write()`.
 
-    Whatever it quotes, such as names of files, reasons of schedulers and keys of job files, is
-    shown without characters that a terminal would obey or hide. Its further lines are indented, so
-    that none looks like another message.
+    Characters that a terminal would obey or hide are escaped, since messages quote names of files,
+    reasons of schedulers and keys of job files. Further lines of a message are indented, so that
+    none looks like another message.
     """
     from toolkit.text.control import printable
 
