@@ -100,6 +100,26 @@ def test_torn_lines_take_no_other_with_them(tmp_path: Path) -> None:
     assert list(untrusted.lines_of_json(tmp_path / "lines")) == [{"a": 1}, 3, {"c": 2}]
 
 
+def test_a_stream_yields_objects_and_parses_no_line_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ['{"a": 1}', "{", "[1]", "3", '"}', '{"b": 2} \r', '{"c": 3']
+    (tmp_path / "lines").write_text("\n".join(lines), encoding="utf-8")
+    parsed: list[str | bytes] = []
+    parse = untrusted.parse_json
+
+    def counted(line: str | bytes) -> object:
+        parsed.append(line)
+        return parse(line)
+
+    monkeypatch.setattr(untrusted, "parse_json", counted)
+
+    rows = list(untrusted.stream_json(tmp_path / "lines", limit=1000, line_limit=1000))
+
+    assert rows == [{"a": 1}, {"b": 2}]
+    assert len(parsed) == 3, "a line that is quickly seen to be no object costs an error of json"
+
+
 def test_a_listing_tells_links_apart(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "a").touch()
