@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages test-nightly test-fresh-machine test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
+.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -63,11 +63,14 @@ test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, image
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
 # Before the tests: they would all wait for it, and leave it no processor.
-tests/image: install tests/packages
+tests/image: install tests/packages tests/frameworks
 	@$(BIN)/python train/build-image >/dev/null 2>&1 || echo "the image of train/ could not be built; its tests will say why" >&2
 
 tests/packages:
 	@tests/packages.sh
+
+tests/frameworks: install
+	@tests/frameworks.sh
 
 test-nightly: tests/image  ## Run the tests that take too long for each change
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m nightly -n 2 -o timeout=14400 $(ARGS)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import suppress
 
 import torch
 
@@ -9,7 +10,7 @@ from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
 from .data.order import SampleOrder, mixed, seed_device, seed_of
 from .errors import NonFiniteLoss
-from .model.evaluation import batch_size, measure
+from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
 from .model.optimizer import LearningRate
 from .parallel.base import Sums, full
@@ -81,27 +82,34 @@ class Trainer:
         while progress.step < progress.steps:
             # Ranks that have drifted apart are neither measured nor saved.
             if self.strategy.settled(progress.step):
-                if stop or (every and progress.step and progress.step % every == 0):
+                due = every and progress.step and progress.step % every == 0
+                if stop or due:
                     self.saver.save(progress, epoch=self.epoch)
                 # Evaluation can wait when a stop was requested; the next start makes it.
+                if not stop and self.epoch > evaluated:
+                    # It may need too much memory: the checkpoint being written comes first.
+                    self.saver.wait()
+                    stop = not self.evaluate()
+                    evaluated = self.epoch
+                    if stop and not due:
+                        self.saver.save(progress, epoch=self.epoch)
                 if stop:
+                    self.stop.wait_for_the_loop()
                     self.saver.wait()
                     self._stopped()
                     return False
-                if self.epoch > evaluated:
-                    # It may need too much memory: the checkpoint being written comes first.
-                    self.saver.wait()
-                    self.evaluate()
-                    evaluated = self.epoch
             with self.profiler.step(progress.step + 1):
                 stop = self.train_step() or stop
+            self.stop.wait_for_the_loop()
             if progress.step == first:
                 check_counters(self.strategy, self.group, task=self.task.name)
         self.strategy.finish()
         self.close()
         self.saver.save(progress, epoch=self.epoch)
         self.saver.wait(last=True)
-        self.evaluate()
+        if not self.evaluate():
+            self._stopped()
+            return False
         if self.config.export:
             self.saver.export(self.config.export)
         return True
@@ -257,14 +265,24 @@ class Trainer:
 
     def measure(self) -> dict[str, float]:
         """Measure on the whole test set."""
-        batch = batch_size(self.config, self.strategy)
-        return measure(self.task, self.strategy, self.group, self.test, batch=batch)
+        return measure(
+            *(self.task, self.strategy, self.group, self.test),
+            batch=batch_size(self.config, self.strategy),
+            stop_requested=lambda: self.stop.requested,
+        )
 
-    def evaluate(self) -> None:
-        """Measure on the test set, and say so."""
+    def evaluate(self) -> bool:
+        """Measure on the test set, and say so; False if a stop request has ended it early."""
         progress, started = self.progress, time.monotonic()
         self.directory.event("evaluation", step=progress.step)
-        measured = self.measure()
+        measured: dict[str, float] | None = None
+        with suppress(EvaluationStopped):
+            measured = self.measure()
+        # Where one rank measures for all, the others learn it here.
+        stopped, signalled = self.group.sum([measured is None, self.stop.requested])
+        if stopped or measured is None:
+            self.note_stop(signalled)
+            return False
         progress.metrics.update(measured)
         place = {"epoch": self.epoch, "samples_seen": progress.samples_seen}
         self.directory.metric(step=progress.step, **place, **measured)
@@ -274,6 +292,7 @@ class Trainer:
         )
         done = f"step {progress.step}/{progress.steps}, epoch {self.epoch}"
         self.console.say(f"{done}: {figures(progress.metrics)}")
+        return True
 
     def close(self) -> None:
         """End the work that runs beside the steps."""

@@ -40,6 +40,9 @@ from .runtime.rank import RankInfo
 from .runtime.signals import StopRequest
 from .tasks.base import Task
 
+BEFORE_FIRST_STEP_S = 10.0
+"""How long a stop waits for a checkpoint to be loaded, or for the first step to be compiled."""
+
 
 def train(
     config: Config, rank_info: RankInfo, stop: StopRequest, console: Console, phases: Phases
@@ -59,8 +62,9 @@ def train(
         layout = config.layout_on(rank_info)
         task = tasks.load(config.task)
         with open_group(rank_info, config) as group:
-            # All ranks are here: from now on they can agree on where to stop.
-            stop.wait_for_the_loop()
+            # All ranks are here: from now on they can agree on where to stop. Until the first step
+            # is made nothing would be lost, and no checkpoint written, which may take minutes.
+            stop.wait_for_the_loop(at_most_s=BEFORE_FIRST_STEP_S)
             phases.end("process_group")
             samples = len(source_of(task.train(), task=task.name))
             progress = TrainingProgress(steps=config.total_steps(samples))

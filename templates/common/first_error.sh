@@ -38,10 +38,11 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
       gsub(q, q "\\" q q, path)
       return "tail -c " bytes " " q path q " 2>/dev/null"
     }
-    function printed(path,   line, text, open, more) {  # the last exception in the stderr of a rank without an error file
+    function printed(path,   line, text, open, more, ignored) {  # the last exception in the stderr of a rank without an error file
       while ((tail(path, 65536) | getline line) > 0) {
         sub(/^\[rank[0-9]+\]: ?/, "", line)
-        if (line ~ /^Traceback \(most recent call last\):/) { open = 1; more = 0 }
+        if (line ~ /^Exception ignored/) ignored = 1  # by Python, mostly when it ends
+        else if (line ~ /^Traceback \(most recent call last\):/) { open = !ignored; more = ignored = 0 }
         else if (line ~ /^ *what\(\): /) { text = line; sub(/^ *what\(\): */, "", text); open = more = 0 }
         else if (line ~ /^Fatal Python error: /) { if (!text || more > 2) text = line; open = more = 0 }
         else if (line == "" || line ~ /^[ \t]/) continue

@@ -93,6 +93,11 @@ class Stop(FrozenModel):
     grace_s: types.Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
     """How long a checkpoint may take, between the warning and the kill."""
 
+    protect_children: bool = True
+    """A rank's child processes that are Python, such as the workers of a DataLoader, keep the
+    signal of the stop until their rank has ended, so that the rank can end well. With `false`
+    they die of it at once, and torch raises an error in the rank."""
+
 
 class Retries(FrozenModel):
     """How often a failed run is tried again, each time from the newest checkpoint."""

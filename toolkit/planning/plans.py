@@ -158,6 +158,16 @@ class LaunchPlan:
         return str(timeout_s) if timeout_s else ""
 
     @property
+    def protects_children(self) -> bool:
+        """Whether a rank's child processes outlive a stop until the rank has ended."""
+        return self.job.stop.protect_children
+
+    @property
+    def prepares_ranks(self) -> bool:
+        """Whether start.sh starts torchrun, and has its ranks prepared before the script."""
+        return bool(self.watchdog) or self.protects_children
+
+    @property
     def log_pattern(self) -> str | None:
         """What finds steps in the output of a rank; None if the job leaves that out."""
         return self.job.log_pattern

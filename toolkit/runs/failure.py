@@ -34,6 +34,12 @@ _UNREPORTED_S = 120.0
 _WELL = ("done", "cancelled", "preempted", "requeued", "walltime", "fenced", "terminated")
 """Words of the retry policy for ends of attempts in which nothing has failed."""
 
+_STOPPED = ("cancelled", "preempted", "requeued", "terminated", "walltime")
+"""Those of attempts that were told to stop; a rank may have failed at writing its checkpoint."""
+
+_TOLD = "stopped by "
+"""What `train` tells torchrun where a signal has stopped it."""
+
 _NOT_BEGUN = ("gave_up", "no_progress")
 """Those of attempts that may have ended before they have started anything."""
 
@@ -170,10 +176,14 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
 
     Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
     lost another one often notice that before the other's torchrun does, so they come last. Without
-    a number, the newest attempt is meant.
+    a number, the newest attempt is meant. In an attempt that was stopped, only an exception that a
+    rank has raised by itself is a failure.
     """
     attempt = _newest(run_dir) if number is None else run_dir / "logs" / f"attempt-{number}"
-    if attempt is None or _ended_well(run_dir, attempt):
+    if attempt is None or run_directory.exit_status_of(attempt) == 0:
+        return None
+    ended_well = _ended_well(run_dir, attempt)
+    if ended_well and run_directory.reason_of(attempt).word not in _STOPPED:
         return None
     starts = starts_of(attempt)
     reports = reports_of(run_dir, attempt, starts)
@@ -184,6 +194,9 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
         since = min((one.time for one in failures), default=0.0) - _UNREPORTED_S
         silent = [_unreported(attempt, start, bases) for start in last if start.key not in bases]
         failures += [one for one in silent if one and one.time >= since]
+    if ended_well:
+        own = [one for one in failures if one.kind == "exception"]
+        failures = [one for one in own if not one.message.startswith(_TOLD)]
     if not failures:
         return None
     earlier = []

@@ -31,6 +31,9 @@ _FOREIGN = re.compile(
 )
 """Lines after a traceback that do not belong to it: what C++ and Python log at their end."""
 
+_IGNORED = "Exception ignored in"
+"""Before the traceback of an error that changes nothing, mostly when Python ends."""
+
 _SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
 
@@ -47,7 +50,11 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
             rank = int(match[1])
             line = line[match.end() :]
         lines.append(line)
-    starts = [number for number, line in enumerate(lines) if _START.match(line)]
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if _START.match(line) and not (number and lines[number - 1].startswith(_IGNORED))
+    ]
     if not starts:  # Python reports a syntax error of the script with no headline
         error = next((n for n, line in enumerate(lines) if _SYNTAX_ERROR.match(line)), 0)
         starts = [n for n in range(error) if _SYNTAX_ERROR_FILE.match(lines[n])][-1:]

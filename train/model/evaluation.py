@@ -1,7 +1,8 @@
 """Evaluation: the whole test set, each rank a part of it, none padded."""
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,8 +27,22 @@ def batch_size(config: Config, strategy: Strategy) -> int:
     return math.ceil(math.ceil(config.global_batch / shards) / passes)
 
 
+LOOK_EVERY_S = 1.0
+"""How often the ranks agree during an evaluation on whether to end it."""
+
+
+class EvaluationStopped(Exception):
+    """A rank was asked to stop; raised on all ranks after the same batch."""
+
+
 def measure(
-    task: Task, strategy: Strategy, group: RankGroup, test: Source, *, batch: int
+    task: Task,
+    strategy: Strategy,
+    group: RankGroup,
+    test: Source,
+    *,
+    batch: int,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Measure the mean loss and the task's metrics over the whole test set.
 
@@ -36,10 +51,19 @@ def measure(
     exact.
 
     Raises:
+        EvaluationStopped: `stop_requested` was true on a rank.
         UsageError: the task's metrics are no figures.
     """
     rows = []
-    for part, counts in parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards):
+    look_after, started = 1, time.monotonic()
+    parts = parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards)
+    for number, (part, counts) in enumerate(parts):
+        if number == look_after:
+            if group.sum([stop_requested()])[0]:
+                raise EvaluationStopped
+            # The same number on all ranks, however fast each of them is.
+            seconds, ranks = group.sum([time.monotonic() - started, 1.0])
+            look_after += max(int(LOOK_EVERY_S * number * ranks / max(seconds, 1e-3)), 1)
         sums = strategy.evaluate(part)
         if counts:
             count = sums.loss.new_tensor([sums.count], dtype=torch.float64)

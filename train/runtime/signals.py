@@ -24,6 +24,8 @@ class StopRequest:
         self.signal_number: int | None = None
         """The first signal, as a number to pass on; None when this rank got none."""
         self._at_once: Callable[[str], None] | None = None
+        self._loop_leaves = threading.Event()
+        self._patience_s = 0.0
 
     @property
     def requested(self) -> bool:
@@ -51,9 +53,16 @@ class StopRequest:
         """Replace what is called before an early exit, now that more is known."""
         self._at_once = at_once
 
-    def wait_for_the_loop(self) -> None:
-        """From now on a signal only sets `requested`: the ranks agree on the step to stop at."""
-        self._at_once = None
+    def wait_for_the_loop(self, *, at_most_s: float | None = None) -> None:
+        """From now on a signal only sets `requested`: the ranks agree on the step to stop at.
+
+        With a limit in seconds this process ends early all the same if the loop, which says so by a
+        call without one, has not come so far by then.
+        """
+        if at_most_s is None:
+            self._loop_leaves.set()
+        else:
+            self._patience_s = at_most_s
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A second signal changes nothing: the first one's checkpoint is being written.
@@ -65,10 +74,9 @@ class StopRequest:
             if received[0] not in SIGNALS:
                 continue
             self._note(received[0], None)
-            at_once = self._at_once
-            if at_once is not None:
+            if not self._loop_leaves.wait(self._patience_s) and self._at_once is not None:
                 try:
-                    at_once(signal.Signals(received[0]).name)
+                    self._at_once(signal.Signals(received[0]).name)
                 finally:
                     # Not sys.exit: the main thread may never come back from C++.
                     os._exit(EXIT_PREEMPTED)

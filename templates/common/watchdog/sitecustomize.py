@@ -1,134 +1,62 @@
-"""Python loads this module when it starts: it lets the watchdog look into a rank that hangs.
+"""Python loads this module when it starts: what the ranks of a run do before the script does.
 
-In a rank, a thread waits at a socket that only this user reaches, and answers with the stacks of
-all threads and torch's record of collectives. While another thread holds the GIL it cannot: then a
-signal prints that thread's stack, by faulthandler, in C. torchrun and a rank's child processes are
-left alone.
-
-It also gives a rank's run of Weights & Biases an id that stays the same over all starts.
+A rank is what torchrun has started. Its child processes outlive a stop of the run until the rank
+ends (rank_children.py), and where the run has a watchdog, that can look into the rank
+(rank_watch.py). torchrun and other programs are left alone.
 """
 
 from __future__ import annotations
 
-import _thread
-import faulthandler
 import importlib.machinery
 import importlib.util
-import json
 import os
-import re
-import signal
-import socket
 import sys
-import threading
-import time
-import types
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-TORCH = "torch._C._distributed_c10d"
-RECORDERS = "_dump_fr_trace_json", "_dump_nccl_trace_json"
-"""What returns torch's record of collectives: that of gloo, and that of NCCL, which has its own."""
 
-RUN_NAME = re.compile(r"-\d{4}-\d{6}-[a-z0-9]{4}$")
-"""What the names of runs end with."""
-
-KEPT = []  # type: list[object]
-"""What must live as long as the process."""
+PIDS = "TRAIN_RANK_PIDS"
+"""The variable with the pids of a rank and of its ancestors, the rank's first."""
 
 
-def is_rank() -> bool:
-    """Whether torchrun has started this process; a rank's child processes have TRAIN_WATCHED."""
-    environ = os.environ
-    return (
-        "TRAIN_WATCHDOG" in environ
-        and "TRAIN_WATCHED" not in environ
-        and "TORCHELASTIC_RUN_ID" in environ
-        and environ.get("LOCAL_RANK", "").isdigit()
-    )
-
-
-def open_to_watchdog(folder: str) -> None:
-    """Open the two ways for the watchdog, and write a file about this rank."""
-    environ, rank, pid = os.environ, os.environ["RANK"], os.getpid()
-    environ["TRAIN_WATCHED"] = str(pid)
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its older name
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
-    environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # and how long GPUs take for each
-    number = signal.SIGRTMIN + 20
-    stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
-    KEPT.append(stacks)
-    faulthandler.register(number, file=stacks, all_threads=False, chain=False)
-    path = os.path.join(folder, f"{rank}-{pid}.socket")
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
-    server.listen()
-    # Not by `threading`, whose list of threads is the script's.
-    _thread.start_new_thread(answer_for_ever, (server,))
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        began = file.read().rpartition(")")[2].split()[19]
-    place = {
-        "rank": int(rank),
-        "pid": pid,
-        "began": began,
-        "world": int(environ["WORLD_SIZE"]),
-        "restart": int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        "signal": int(number),
-        "thread": threading.main_thread().ident,
-        "socket": path,
-        "error_file": environ.get("TORCHELASTIC_ERROR_FILE", ""),
-    }
-    draft = os.path.join(folder, f"{rank}.draft")
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(place, file)
-    os.replace(draft, os.path.join(folder, f"{rank}.json"))
-
-
-def go_on_in_wandb() -> None:
-    """Have this rank's run of Weights & Biases, if it opens one, go on over all starts.
-
-    A rank other than rank 0 has a run of its own. What the script or the job sets itself counts.
-    """
-    environ = os.environ
-    if not {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(environ):
-        return
-    above, name = ["", *environ["TRAIN_RUN_DIR"].rstrip("/").split("/")][-2:]
-    rank = "" if environ["RANK"] == "0" else f"-rank-{environ['RANK']}"
-    if not RUN_NAME.search(name):  # a point of a sweep
-        if RUN_NAME.search(above):
-            environ.setdefault("WANDB_RUN_GROUP", above)
-        name = f"{above}.{name}"
-    environ["WANDB_RUN_ID"], environ["WANDB_RESUME"] = f"{name}{rank}", "allow"
-    environ.setdefault("WANDB_NAME", f"{name}{rank}")
-
-
-def answer_for_ever(server: socket.socket) -> None:
-    """Write to each connection where the threads stand, and torch's records of its collectives."""
-    own = threading.get_ident()
-    while True:
+def ancestors_of(pid: int) -> list[int]:
+    """Return the pids of a process's parent, of that one's parent, and so on, as /proc has them."""
+    ancestors: list[int] = []
+    while pid > 1:
         try:
-            connection, _ = server.accept()
-            with connection:
-                connection.settimeout(2)
-                threads = {
-                    f"{thread:x}": frames_of(frame)
-                    for thread, frame in sys._current_frames().items()
-                    if thread != own
-                }
-                recorders = (getattr(sys.modules.get(TORCH), name, None) for name in RECORDERS)
-                records = [recorded() for recorded in recorders if recorded]
-                head = json.dumps({"threads": threads, "records": [*map(len, records)]})
-                connection.sendall(b"".join([head.encode(), b"\n", *records]))
-        except Exception:  # such as a watchdog that has hung up
-            time.sleep(1)
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:  # of another user, where /proc hides these
+            break
+        if pid > 0:
+            ancestors.append(pid)
+    return ancestors
 
 
-def frames_of(frame: types.FrameType | None) -> list[tuple[str, int, str]]:
-    """Return (file, line, function) of each frame, the innermost first."""
-    frames: list[tuple[str, int, str]] = []
-    while frame is not None and len(frames) < 100:
-        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return frames
+def prepare() -> None:
+    """Prepare this process if it is a rank or a rank's child process."""
+    environ, own = os.environ, os.getpid()
+    is_started_by_torchrun = (
+        "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit()
+    )
+    if PIDS not in environ and not is_started_by_torchrun:
+        return
+    ancestors = ancestors_of(own)
+    rank, *above = [int(pid) for pid in environ.get(PIDS, "0").split()]
+    is_rank = rank not in ancestors  # the variable may come from a rank that has submitted this job
+    if is_rank and not is_started_by_torchrun:
+        return
+    if is_rank:
+        rank, above = own, ancestors
+        environ[PIDS] = " ".join(map(str, [own, *ancestors]))
+    if os.path.exists(os.path.join(HERE, "rank_children.py")):
+        import rank_children
+
+        rank_children.protect(rank, above)
+    if is_rank and "TRAIN_WATCHDOG" in environ:
+        import rank_watch
+
+        rank_watch.open_to_watchdog(environ["TRAIN_WATCHDOG"])
+        rank_watch.go_on_in_wandb()
 
 
 def load_hidden() -> None:
@@ -142,10 +70,8 @@ def load_hidden() -> None:
 
 
 if __name__ == "sitecustomize":
-    if is_rank():
-        try:
-            open_to_watchdog(os.environ["TRAIN_WATCHDOG"])
-            go_on_in_wandb()
-        except Exception as error:  # the script must run all the same
-            print(f"watchdog: no stacks of this rank: {error}", file=sys.stderr)
+    try:
+        prepare()
+    except Exception as error:  # the script must run all the same
+        print(f"torch-deploy-toolkit: this rank is not prepared: {error}", file=sys.stderr)
     load_hidden()

@@ -262,7 +262,7 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
         ("image_: x", "unknown key 'image_'; did you mean 'image'?"),
         ("resources: {gpus: 3}",
          "unknown key 'gpus' under 'resources'; did you mean 'gpus_per_node'?"),
-        ("stop: {x: 3}", "unknown key 'x' under 'stop'; valid are grace"),
+        ("stop: {x: 3}", "unknown key 'x' under 'stop'; valid are grace, protect_children"),
         ("retries: {inJob: 3}", "unknown key 'inJob' under 'retries'; did you mean 'in_job'?"),
         ("secrets: {A: {secret: s, key: k, value: v}}",
          "unknown key 'value' under 'secrets.A'; valid are secret, key, file"),

@@ -96,6 +96,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".Secret.key",
         ".Secret.file",
         ".Stop.grace",
+        ".Stop.protect_children",
         ".Sweep.grid",
         ".Sweep.zip",
         ".Sweep.list",

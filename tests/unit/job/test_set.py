@@ -114,7 +114,7 @@ def test_set_reaches_into_lists_of_the_file(load: Load) -> None:
         ("name.x=x", "there is no 'name.x' to set in job.yaml"),
         ("env.0=x", "there is no 'env.0' to set in job.yaml"),
         ("resources.nnode=4", "unknown key 'nnode' under 'resources'; did you mean 'nnodes'?"),
-        ("stop.x.y=4", "unknown key 'x' under 'stop'; valid are grace"),
+        ("stop.x.y=4", "unknown key 'x' under 'stop'; valid are grace, protect_children"),
         ("resource.nnodes=4", "unknown key 'resource'; did you mean 'resources'?"),
         ("resources.nnodes=1_0",
          "resources.nnodes: must be a whole number; 1_0 is a number to YAML 1.1"),

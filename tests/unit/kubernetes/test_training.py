@@ -20,6 +20,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.fakes.kubernetes.kubelet import container_status, exit_code
 from tests.fakes.kubernetes.real import CLAIM, FakeCluster, is_real
+from tests.support import loader_training
 from tests.train.support import held
 from tests.unit.kubernetes.live import Live
 from tests.unit.kubernetes.site import (
@@ -227,3 +228,16 @@ def test_a_cancelled_run_writes_a_checkpoint_within_its_grace(live: Live) -> Non
     live.until(lambda: not live.cluster.pods(run.name), "its pods are gone")
     assert live.outcome(run)["status"] == "preempted"
     assert live.events(run, "stopped"), "the last step is kept"
+
+
+# A Job's pods have the least between the signal and torchrun.
+@pytest.mark.parametrize("workload", WORKLOADS if is_real() else ["Job"])
+def test_a_cancelled_script_with_loader_workers_writes_its_checkpoint(live: Live) -> None:
+    text = Path(loader_training.__file__).read_text()
+    command = ["python3", "-c", text, "fork", "1000000"]
+    run = live.submit(command=command, resources={"nnodes": 2})
+    follow(live, run, lambda line: line.endswith("step 5"))
+    run.cancel()
+    assert run.wait(live.cluster.patience_s).state is CANCELLED
+    live.until(lambda: not live.cluster.pods(run.name), "its pods are gone")
+    assert int(live.cluster.read(f"{run.name}/saved")) >= 5

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Until
-from tests.support.watchdog import FOLDER, program
+from tests.support.watchdog import program, start_rank, write_site
 
 RECORDED = Path(__file__).parents[2] / "data/recorded"
 WAITS = [["/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce"]]
@@ -262,28 +262,12 @@ def test_torn_and_foreign_events_are_no_pause(clocked: Any) -> None:
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder as the scripts write it, and a sitecustomize of the user's in another one."""
-    for name in ("site", "theirs", "exchange"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text((FOLDER / "sitecustomize.py").read_text())
-    (tmp_path / "theirs/sitecustomize.py").write_text("LOADED = 'theirs'\n")
-    return tmp_path
-
-
-def python(site: Path, text: str, **more: str) -> "subprocess.Popen[str]":
-    """Start Python as torchrun starts a rank."""
-    env = {**os.environ, "PYTHONPATH": f"{site / 'site'}:{site / 'theirs'}"}
-    env |= {"TRAIN_WATCHDOG": str(site / "exchange"), "TORCHELASTIC_RUN_ID": "r"}
-    env |= {"TORCHELASTIC_ERROR_FILE": str(site / "error.json")}
-    env |= {"LOCAL_RANK": "0", "RANK": "3", "WORLD_SIZE": "4", "TRAIN_RUN_DIR": str(site), **more}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", text], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
+    return write_site(tmp_path)
 
 
 def test_a_rank_loads_the_users_own_sitecustomize_and_no_module_of_ours(site: Path) -> None:
     script = "import sitecustomize, sys; print(sitecustomize.LOADED, *sys.path)"
-    out, err = python(site, script).communicate(timeout=60)
+    out, err = start_rank(site, script).communicate(timeout=60)
     assert (out.split()[0], err) == ("theirs", "")
     assert str(site / "site") not in out.split()
     assert json.loads((site / "exchange/3.json").read_text())["world"] == 4
@@ -291,20 +275,20 @@ def test_a_rank_loads_the_users_own_sitecustomize_and_no_module_of_ours(site: Pa
 
 def test_children_of_a_rank_and_other_programs_are_left_alone(site: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'], check=True)"
-    python(site, child).communicate(timeout=60)
+    start_rank(site, child).communicate(timeout=60)
     pid = json.loads((site / "exchange/3.json").read_text())["pid"]
     assert f"-{pid}.socket" in (site / "exchange/3.json").read_text(), "not of its child"
     (site / "exchange/3.json").unlink()
-    process = python(site, "print('fine')", LOCAL_RANK="")
+    process = start_rank(site, "print('fine')", LOCAL_RANK="")
     assert process.communicate(timeout=60) == ("fine\n", "")
     assert not (site / "exchange/3.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_stacks(site: Path) -> None:
-    process = python(site, "print('fine')", TRAIN_WATCHDOG=str(site / "missing"))
+    process = start_rank(site, "print('fine')", TRAIN_WATCHDOG=str(site / "missing"))
     out, err = process.communicate(timeout=60)
     assert (out, process.returncode) == ("fine\n", 0)
-    assert err.startswith("watchdog: no stacks of this rank: ")
+    assert err.startswith("torch-deploy-toolkit: this rank is not prepared: ")
 
 
 RUN = "/runs/digits-1127-050000-ab3d"
@@ -329,7 +313,7 @@ def test_a_run_of_wandb_goes_on_over_all_starts(
     site: Path, more: dict[str, str], printed: str
 ) -> None:
     names = "('WANDB_RUN_ID', 'WANDB_RESUME', 'WANDB_RUN_GROUP')"
-    process = python(site, f"import os; print(*[os.environ.get(n) for n in {names}])", **more)
+    process = start_rank(site, f"import os; print(*[os.environ.get(n) for n in {names}])", **more)
     assert process.communicate(timeout=60) == (f"{printed}\n", "")
 
 
@@ -339,7 +323,7 @@ def hanging(site: Path) -> Iterator[dict[str, Any]]:
     hang = (
         "import itertools\ndef hang():\n    print(flush=True)\n    sum(itertools.repeat(0))\nhang()"
     )
-    with python(site, hang) as process:
+    with start_rank(site, hang) as process:
         try:
             assert process.stdout
             process.stdout.readline()
@@ -377,7 +361,7 @@ def test_the_records_of_both_gloo_and_nccl_are_read(
     gloo: str, watchdog: ModuleType, site: Path
 ) -> None:
     """A torch for GPUs has a recorder of its own for NCCL; gloo's has no entries without gloo."""
-    with python(site, RECORDS) as process:
+    with start_rank(site, RECORDS) as process:
         try:
             assert process.stdin and process.stdout
             process.stdin.write(f"{gloo}\n")
@@ -404,7 +388,7 @@ sys.stdin.readline()
 
 
 def test_a_rank_that_forks_lives_on_and_answers(watchdog: ModuleType, site: Path) -> None:
-    process = python(site, FORKS)
+    process = start_rank(site, FORKS)
     assert process.stdout and process.stdout.readline() == "parent lives 1\n"
     place = json.loads((site / "exchange/3.json").read_text())
     found = watchdog.examine(place, site / "exchange")

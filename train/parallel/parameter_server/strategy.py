@@ -187,7 +187,11 @@ class ServedTrainer(Trainer):
         parts = dataclasses.replace(self.strategy.parts, layout=Layout(), group=alone)
         whole = WholeModel(parts, self.strategy.model)
         batch = batch_size(self.config, self.strategy)
-        return measure(self.task, whole, alone, self.test, batch=batch)
+        return measure(
+            *(self.task, whole, alone, self.test),
+            batch=batch,
+            stop_requested=lambda: self.stop.requested,
+        )
 
     def _serve(self, server: Server) -> Stretch:
         """Apply the updates of a stretch as they come, up to what takes all ranks."""

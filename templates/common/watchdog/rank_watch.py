@@ -1,0 +1,115 @@
+"""Lets the watchdog look into a rank that hangs; loaded in each rank by sitecustomize.py.
+
+A thread waits at a socket that only this user reaches, and answers with the stacks of all threads
+and torch's record of collectives. While another thread holds the GIL it cannot: then a signal
+prints that thread's stack, by faulthandler, in C.
+
+It also gives a rank's run of Weights & Biases an id that stays the same over all starts.
+"""
+
+from __future__ import annotations
+
+import _thread
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+
+TORCH = "torch._C._distributed_c10d"
+RECORDERS = "_dump_fr_trace_json", "_dump_nccl_trace_json"
+"""What returns torch's record of collectives: that of gloo, and that of NCCL, which has its own."""
+
+RUN_NAME = re.compile(r"-\d{4}-\d{6}-[a-z0-9]{4}$")
+"""What the names of runs end with."""
+
+KEPT = []  # type: list[object]
+"""What must live as long as the process."""
+
+
+def open_to_watchdog(folder: str) -> None:
+    """Open the two ways for the watchdog, and write a file about this rank."""
+    environ, rank, pid = os.environ, os.environ["RANK"], os.getpid()
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its older name
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
+    environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # and how long GPUs take for each
+    number = signal.SIGRTMIN + 20
+    stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
+    KEPT.append(stacks)
+    faulthandler.register(number, file=stacks, all_threads=False, chain=False)
+    path = os.path.join(folder, f"{rank}-{pid}.socket")
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    # Not by `threading`, whose list of threads is the script's.
+    _thread.start_new_thread(answer_for_ever, (server,))
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        began = file.read().rpartition(")")[2].split()[19]
+    place = {
+        "rank": int(rank),
+        "pid": pid,
+        "began": began,
+        "world": int(environ["WORLD_SIZE"]),
+        "restart": int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "signal": int(number),
+        "thread": threading.main_thread().ident,
+        "socket": path,
+        "error_file": environ.get("TORCHELASTIC_ERROR_FILE", ""),
+    }
+    draft = os.path.join(folder, f"{rank}.draft")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(place, file)
+    os.replace(draft, os.path.join(folder, f"{rank}.json"))
+
+
+def go_on_in_wandb() -> None:
+    """Have this rank's run of Weights & Biases, if it opens one, go on over all starts.
+
+    A rank other than rank 0 has a run of its own. What the script or the job sets itself counts.
+    """
+    environ = os.environ
+    if not {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(environ):
+        return
+    above, name = ["", *environ["TRAIN_RUN_DIR"].rstrip("/").split("/")][-2:]
+    rank = "" if environ["RANK"] == "0" else f"-rank-{environ['RANK']}"
+    if not RUN_NAME.search(name):  # a point of a sweep
+        if RUN_NAME.search(above):
+            environ.setdefault("WANDB_RUN_GROUP", above)
+        name = f"{above}.{name}"
+    environ["WANDB_RUN_ID"], environ["WANDB_RESUME"] = f"{name}{rank}", "allow"
+    environ.setdefault("WANDB_NAME", f"{name}{rank}")
+
+
+def answer_for_ever(server: socket.socket) -> None:
+    """Write to each connection where the threads stand, and torch's records of its collectives."""
+    own = threading.get_ident()
+    while True:
+        try:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(2)
+                threads = {
+                    f"{thread:x}": frames_of(frame)
+                    for thread, frame in sys._current_frames().items()
+                    if thread != own
+                }
+                recorders = (getattr(sys.modules.get(TORCH), name, None) for name in RECORDERS)
+                records = [recorded() for recorded in recorders if recorded]
+                head = json.dumps({"threads": threads, "records": [*map(len, records)]})
+                connection.sendall(b"".join([head.encode(), b"\n", *records]))
+        except Exception:  # such as a watchdog that has hung up
+            time.sleep(1)
+
+
+def frames_of(frame: types.FrameType | None) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of each frame, the innermost first."""
+    frames: list[tuple[str, int, str]] = []
+    while frame is not None and len(frames) < 100:
+        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames

@@ -1,0 +1,247 @@
+"""Scripts of others that are stopped: what they save, with the workers of a DataLoader."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT, Cluster, Until
+from tests.support.slurm_site import Site, failure
+
+SCRIPT = ROOT / "tests/support/loader_training.py"
+FRAMEWORKS = ROOT / ".cache/frameworks"
+HOW_TO = ROOT / "docs/how-to"
+
+
+def job(context: str, steps: int = 1_000_000, **more: Any) -> toolkit.JobSpec:
+    """Return a job of two ranks with two workers each."""
+    return toolkit.JobSpec.model_validate(
+        {
+            "name": "loaded",
+            "script": str(SCRIPT),
+            "args": [context, str(steps)],
+            "resources": {"nnodes": 2},
+            "env": {"OMP_NUM_THREADS": "1"},
+            "stop": {"grace": "60s"},
+            **more,
+        }
+    )
+
+
+def is_training(run: toolkit.Run) -> bool:
+    """Whether both ranks have made steps."""
+    try:
+        return "\n".join(run.logs()).count("step 5\n") >= 2
+    except toolkit.LauncherError:
+        return False
+
+
+def saved(run: toolkit.Run) -> int:
+    """Return the step of the checkpoint."""
+    path = Path(str(run.run_dir), "saved")
+    assert path.exists(), failure(run)  # type: ignore[arg-type]
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_a_cancelled_run_here_has_its_checkpoint(
+    context: str, tmp_path: Path, until: Until
+) -> None:
+    here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(job(context), to=here)
+    until(lambda: is_training(run), "both ranks train")
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+    assert saved(run) > 0
+    assert "is killed by signal" not in "\n".join(run.logs())
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("how", "retries"),
+    [
+        ("toolkit cancel", {}),
+        ("preemption", {"requeue": 1}),
+        *(
+            pytest.param(how, retries, marks=pytest.mark.slow)
+            for how, retries in (
+                ("scancel", {}),
+                ("time limit", {}),
+                ("toolkit cancel", {"requeue": 1}),
+                ("scancel", {"requeue": 1}),
+                ("time limit", {"requeue": 1}),
+            )
+        ),
+    ],
+)
+def test_a_job_of_slurm_that_is_stopped_has_its_checkpoint(
+    how: str, retries: dict[str, int], cluster: Cluster, site: Site, until: Until
+) -> None:
+    if how == "preemption":
+        site.profile = site.profile.model_copy(update={"partition": "low"})
+    # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
+    timed = {"stop": {"grace": "3m"}, "time_limit": "10m"}
+    more: dict[str, Any] = timed if how == "time limit" else {}
+    loaded = job("fork", retries=retries, **more)
+    run = site.launcher.submit(toolkit.plan(loaded, site.profile))
+    until(lambda: is_training(run), "both ranks train")
+    if how == "toolkit cancel":
+        run.cancel()
+    elif how == "scancel":
+        cluster.slurm("scancel", run.job_id)
+    elif how == "time limit":
+        cluster.end_in(200, run.job_id)
+    else:
+        cluster.slurm(
+            *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
+            *("--output=/dev/null", "--wrap=sleep 1"),
+        )
+    until(Path(str(run.run_dir), "saved").exists, "rank 0 has saved")
+    assert saved(run) > 0
+    if retries and how in ("time limit", "preemption"):
+        until(lambda: "resumed at step" in "\n".join(run.logs()), "it goes on from there")
+        run.cancel()
+    run.wait(300)
+    assert "is killed by signal" not in "\n".join(run.logs(attempt=0))
+
+
+RAISES = """
+import os, pathlib, signal, time
+def save(*_):
+    if os.environ["RANK"] == "1":
+        raise OSError("no space for the checkpoint")
+    time.sleep(1)
+    raise SystemExit(143)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(os.environ["TRAIN_RUN_DIR"], "rank-" + os.environ["RANK"]).touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("place", ["here", pytest.param("slurm", marks=pytest.mark.slurm)])
+def test_an_exception_during_a_stop_is_named(
+    place: str, request: pytest.FixtureRequest, tmp_path: Path, until: Until
+) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    content = {"name": "raises", "script": str(tmp_path / "raises.py"), "resources": {"nnodes": 2}}
+    raises = toolkit.JobSpec.model_validate({**content, "retries": {"requeue": 1}})
+    if place == "here":
+        here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+        run = toolkit.submit(raises, to=here)
+    else:
+        site: Site = request.getfixturevalue("site")
+        run = site.launcher.submit(toolkit.plan(raises, site.profile))
+    folder = Path(str(run.run_dir))
+    until(lambda: all((folder / f"rank-{n}").exists() for n in (0, 1)), "both ranks run")
+    run.cancel()
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.CANCELLED
+    words = "meanwhile a rank has raised OSError: no space for the checkpoint; not "
+    assert words in status.reason
+    failed = run.failure()
+    assert failed is not None
+    assert failed.node in ("node-1", "node2")
+    assert failed.message == "OSError: no space for the checkpoint"
+
+
+# ---- The pages for those who come from Lightning and Accelerate
+
+
+def recipe(page: str) -> str:
+    """Return the script of a page, as it stands there: its last block of Python."""
+    text = (HOW_TO / f"migrate-from-{page}.md").read_text()
+    return str(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[-1])
+
+
+LIGHTNING = """
+import os, signal, time, torch
+from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+class Samples(Dataset):
+    def __len__(self):
+        return 10000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.tensor([float(index % 7)])
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, number):
+        open(os.environ["TRAIN_RUN_DIR"] + f"/trains-{self.global_rank}", "w").close()
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+model = Model()
+data = DataLoader(Samples(), batch_size=4, num_workers=2)
+"""
+
+ACCELERATE = """
+import glob, os, signal, sys, time, torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 1000000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.tensor([float(index % 7)])
+
+class Progress:
+    step = 0
+    def state_dict(self):
+        return {"step": self.step}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+def train_one_step():
+    global batches
+    batches = globals().get("batches") or iter(loader)
+    loss = model(next(batches)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    progress.step += 1
+    open(os.environ["TRAIN_RUN_DIR"] + "/trains-" + os.environ["RANK"], "w").close()
+
+progress, steps = Progress(), 1000000
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = DataLoader(Samples(), batch_size=4, num_workers=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "checkpoint"),
+    [
+        ("lightning", LIGHTNING, "checkpoints/last.ckpt"),
+        ("accelerate", ACCELERATE, "checkpoints/checkpoint_0"),
+    ],
+)
+def test_the_script_of_a_page_saves_when_it_is_stopped(
+    page: str, before: str, checkpoint: str, tmp_path: Path, until: Until
+) -> None:
+    if not FRAMEWORKS.exists():
+        pytest.fail("needs .cache/frameworks, which tests/frameworks.sh makes")
+    (tmp_path / "train.py").write_text(before + recipe(page))
+    content = {"name": page, "script": str(tmp_path / "train.py"), "resources": {"nnodes": 2}}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FRAMEWORKS), "ACCELERATE_USE_CPU": "true"}
+    loaded = toolkit.JobSpec.model_validate({**content, "env": env, "stop": {"grace": "60s"}})
+    here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(loaded, to=here)
+    folder = Path(str(run.run_dir))
+    until(lambda: all((folder / f"trains-{n}").exists() for n in (0, 1)), "both ranks train")
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+    said = "\n".join(run.logs())
+    assert (folder / checkpoint).exists(), said
+    assert "is killed by signal" not in said
