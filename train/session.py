@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from .errors import (
     PeerError,
     UsageError,
 )
-from .failure.record import fail
+from .failure.record import fail, tell_torchrun
 from .loop import Trainer
 from .model.gradients import LossScaler
 from .model.optimizer import NamedOptimizer
@@ -76,6 +77,7 @@ def train(
                     export_finished(directory, group, config.export)
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
+            stop.leave_by(lambda name: leave_early(directory, name))
             check_ahead(config, progress, group)
             group.on_rank_0(lambda: flags.write_file(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
@@ -113,6 +115,18 @@ def train(
     finally:
         if directory.event_file:
             directory.event_file.close()
+
+
+def leave_early(directory: RunDirectory, signal_name: str) -> None:
+    """Record a stop before the first step; the run directory is claimed."""
+    reason, old = f"stopped by {signal_name}", directory.read_outcome()
+    if directory.rank_info.rank == 0 and old is not None:
+        with suppress(OSError):
+            directory.write_outcome(
+                directory.outcome_after(old, "preempted", reason, steps=old.steps)
+            )
+    # torchrun also sends the signal to the ranks that are left when one has failed.
+    tell_torchrun(reason, echo=True)
 
 
 def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) -> None:

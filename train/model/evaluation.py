@@ -61,9 +61,11 @@ def measure(
         if number == look_after:
             if group.sum([stop_requested()])[0]:
                 raise EvaluationStopped
-            # The same number on all ranks, however fast each of them is.
+            # The same number on all ranks, however fast each of them is. Later batches may be
+            # slower, so that it no more than doubles.
             seconds, ranks = group.sum([time.monotonic() - started, 1.0])
-            look_after += max(int(LOOK_EVERY_S * number * ranks / max(seconds, 1e-3)), 1)
+            pause = int(LOOK_EVERY_S * number * ranks / max(seconds, 1e-3))
+            look_after += min(max(pause, 1), number)
         sums = strategy.evaluate(part)
         if counts:
             count = sums.loss.new_tensor([sums.count], dtype=torch.float64)

@@ -13,7 +13,7 @@ import pytest
 from train.checkpoints.store import verify
 
 if TYPE_CHECKING:
-    from tests.train.conftest import Start
+    from tests.train.conftest import Running, Start
 
 FLAGS = ("--task=chars", "--global-batch=12")
 ENDLESS = (*FLAGS, "--steps=100000")
@@ -230,3 +230,66 @@ def test_a_finished_run_can_be_extended(start: Start, tmp_path: Path) -> None:
     longer = start.single(*FLAGS, "--steps=5", run_dir=tmp_path / "run").finish()
     assert sorted(longer.losses()) == [1, 2, 3, 4, 5]
     assert longer.outcome()["step"] == 5
+
+
+SLOWLY = """
+import os, time
+from train import session
+from train.tasks.digits import Digits
+
+session.BEFORE_FIRST_STEP_S = 0.5
+
+class Slowly:
+    def __init__(self, batch, kind):
+        self.batch, self.kind = batch, kind
+    def __len__(self):
+        return len(self.batch)
+    def __getitem__(self, number):
+        if os.environ.get("SLOW") == self.kind and number > 8:
+            time.sleep(1000 if self.kind == "train" else 1)
+        return self.batch.inputs[number], self.batch.targets[number]
+
+class Mine(Digits):
+    def train(self):
+        return Slowly(super().train(), "train")
+    def test(self):
+        return Slowly(super().test(), "test")
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["after the last step", "between steps"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stop_ends_an_evaluation_and_the_next_start_makes_it(
+    start: Start, tmp_path: Path, ranks: int, steps: int
+) -> None:
+    (tmp_path / "mine.py").write_text(SLOWLY)
+    # An epoch is a step, and its evaluation takes minutes.
+    flags = ("--task=mine.py:Mine", f"--steps={steps}", "--global-batch=1437", "--eval-batch=1")
+
+    def run(attempt: int, slow: str) -> Running:
+        if ranks == 1:
+            return start.single(*flags, run_dir=tmp_path / "run", attempt=attempt, SLOW=slow)
+        return start.ranks(ranks, *flags, run_dir=tmp_path / "run", attempt=attempt, SLOW=slow)
+
+    stopped = run(0, "test")
+    stopped.wait_until(lambda: any(e["event"] == "evaluation" for e in stopped.events()))
+    stopped.process.send_signal(signal.SIGTERM)
+    stopped.finish(75 if ranks == 1 else 1)
+    outcome = stopped.outcome()
+    assert (outcome["status"], outcome["step"]) == ("preempted", 1), stopped.output()
+    assert not any(e["event"] == "epoch" for e in stopped.events())
+    done = run(1, "").finish()
+    assert [e["step"] for e in done.events() if e["event"] == "epoch"] == [1, 2][:steps]
+    assert done.outcome()["status"] == "done"
+
+
+def test_a_stop_does_not_wait_long_for_the_first_step(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOWLY)
+    flags = ("--task=mine.py:Mine", "--steps=2", "--global-batch=12", "--workers=0")
+    run = start.single(*flags, run_dir=tmp_path / "run", SLOW="train")
+    # The first batch is read before the checkpoint, if there is one.
+    run.wait_until(lambda: any(e["event"] == "environment" for e in run.events()))
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["reason"]) == ("preempted", "stopped by SIGTERM")
