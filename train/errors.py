@@ -77,8 +77,9 @@ ECHOES = (
 """Messages that only report another rank's loss: regular expressions over lower-case text. The
 launcher that reads the logs holds the same list."""
 
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU."""
+NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+"""Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
+gloo's about ranks that are in different collectives."""
 
 
 def is_collateral(error: BaseException) -> bool:

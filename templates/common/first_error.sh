@@ -135,7 +135,7 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
         "|ends because of others|another rank went away|^the same as (rank [0-9]+|another rank)"
       fault = "^(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax|Type|UnboundLocal" \
         "|Value|ZeroDivision)Error(:|$)"
-      own = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
+      own = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
       hosts[ENVIRON["HOSTNAME"]]
       while ((getline host < ENVIRON["_nodes"]) > 0) hosts[host]
     }

@@ -24,8 +24,17 @@ open_log
 _SCONTROL = """#!/bin/sh
 echo "scontrol $*" >>"$CALLS"
 case "$*" in
-"-o show job"*) echo "JobId=7 Restarts=$RESTARTS ExcNodeList=$EXCLUDED NodeList=x" ;;
-"show hostnames"*) echo "$3" | tr , '\\n' ;;
+"-o show job"*)
+    [ -z "${NOISE:-}" ] || echo "$NOISE"
+    echo "JobId=7 Restarts=$RESTARTS StartTime=100 ${PREEMPTED:-PreemptTime=None}" \\
+        "ExcNodeList=$EXCLUDED NodeList=x"
+    [ -z "${NOISE:-}" ] || echo "$NOISE"
+    ;;
+"show hostnames"*)
+    [ -z "${NOISE:-}" ] || echo "$NOISE"
+    echo "$3" | tr , '\\n'
+    [ -z "${NOISE:-}" ] || echo "$NOISE"
+    ;;
 requeue* | ping)
     [ "$(grep -c "$1" "$CALLS")" -gt "${AWAY:-0}" ] || exit 1
     [ "$1$REFUSES" != requeueyes ]
@@ -34,6 +43,7 @@ esac
 """
 
 _SINFO = """#!/bin/sh
+[ -z "${NOISE:-}" ] || echo "$NOISE"
 case "$*" in
 *" -p "*) printf '%s\\n' $UP | tr : ' ' ;;
 *) [ -z "$DOWN" ] || printf '%s\\n' $DOWN ;;

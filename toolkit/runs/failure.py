@@ -74,8 +74,12 @@ ECHOES = (
 """Regular expressions over lower-case text, which Python and awk read alike: gloo's, NCCL's and
 torch's messages of a lost connection, and those of `train/`."""
 
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)"
-"""NCCL's messages about a mistake or a defect on this side, such as two ranks on one GPU."""
+NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+"""Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
+gloo's about ranks that are in different collectives."""
+
+_WHAT = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
+"""An exception of C++ that nothing has caught, as it is printed before SIGABRT."""
 
 _ECHO = re.compile("|".join(ECHOES))
 _NO_ECHO = re.compile(NO_ECHOES)
@@ -277,6 +281,8 @@ def judge(
     if exitcode < 0:
         aborted = exitcode == -signal.SIGABRT and is_echo("\n".join(last_words))
         kind, message = "echo" if aborted else "signal", killed_by(-exitcode)
+        if exitcode == -signal.SIGABRT and (whats := _WHAT.findall("\n".join(stderr))):
+            message += f": {whats[-1]}"
         if exitcode == -signal.SIGKILL and out_of_memory:
             message += "; the kernel has killed a process there for want of memory"
         if trace and trace.at_end:

@@ -34,6 +34,8 @@ def test_all_programs_hold_the_same_list() -> None:
         ("NCCL error: ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", False),
         ("DistStoreError: Timed out after 601 seconds waiting for clients", True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
+        ("[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes", False),
+        ("RuntimeError: Is there a distributed collective mismatch in your code?", False),
         ("the same as rank 3", True),
         ("CUDA out of memory", False),
         ("not the same as rank 3", False),

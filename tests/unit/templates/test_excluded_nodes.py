@@ -37,6 +37,15 @@ def test_a_node_that_failed_first_twice_is_excluded(
     assert job.asked == ["requeue 7", f"update jobid=7 excnodelist={all_of_them}"]
 
 
+def test_what_a_site_prints_around_slurms_answers_is_no_node(job: Job) -> None:
+    job.environ |= {
+        "EXCLUDED": "n4",
+        "NOISE": "Welcome to site 7!\n\x1b[1mloading cuda/12\x1b[0m\r",
+    }
+    assert fail_on_n2(job) == "; without n2, where two attempts have failed first"
+    assert job.asked == ["requeue 7", "update jobid=7 excnodelist=n4,n2"]
+
+
 @pytest.mark.parametrize("up", ["n1:mix n2:mix", "n1:mix n2:mix n3:idle* n4:drain"])
 def test_a_node_that_the_job_needs_is_not_excluded(job: Job, up: str) -> None:
     job.environ["UP"] = up
@@ -76,8 +85,31 @@ def test_torchruns_reports_say_who_failed_first(
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
 
 
-def test_a_node_that_slurm_calls_down_is_the_failing_one(job: Job) -> None:
-    job.environ |= {"DOWN": "n2", "RESTARTS": "1"}
+@pytest.mark.parametrize(
+    ("nodes", "host", "failing"),
+    [
+        (("n1.site", "n2.site"), "n2.site", "n2.site\n"),
+        (("n1.site", "n2.site"), "n2", "n2.site\n"),
+        (("n1", "n2"), "n2.other.org", "n2\n"),
+        (("n2.east", "n2.west"), "n2", None),
+        (("n2.east", "n2.west"), "n2.west", "n2.west\n"),
+        (("n1", "n22"), "n2", None),
+        (("n1", "n2"), "n\\\\2", None),
+    ],
+)
+def test_a_node_is_the_same_with_and_without_its_domain(
+    job: Job, nodes: tuple[str, str], host: str, failing: str | None
+) -> None:
+    (job.folder(0) / "nodes").write_text("\n".join(nodes) + "\n")
+    job.told(status="retryable", attempt=0, step=20, rank=1, reason="x")
+    assert job.conclude(1, printed=FAILURE.format("12", host, -9)) == 1
+    path = job.folder(0) / "failing_node"
+    assert (path.read_text() if path.exists() else None) == failing
+
+
+@pytest.mark.parametrize("noise", ["", "Welcome to site 7!"])
+def test_a_node_that_slurm_calls_down_is_the_failing_one(job: Job, noise: str) -> None:
+    job.environ |= {"DOWN": "n2", "RESTARTS": "1", "NOISE": noise}
     (job.folder(0) / "failed-0").write_text("100.5\tn1\n")
     assert job.conclude(1, stopping="terminated") == 1
     assert job.reason == "node_failure: down: n2; queued again"

@@ -293,6 +293,25 @@ def test_what_no_other_node_would_mend_is_fatal(
     assert reasons[1] == f"fatal: the same failure twice at step 12: {words}{END}"
 
 
+MISMATCH = (
+    "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length "
+    "<= op.nbytes. 1000 vs 12. Is there a distributed collective mismatch in your code?"
+)
+
+
+def test_ranks_in_different_collectives_are_the_codes_fault_and_no_nodes(job: Job) -> None:
+    """Gloo ends one of them by an exception of C++; the other one has lost its peer."""
+    for _ in range(2):
+        abort = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  "
+        printed(job, f"{abort}{MISMATCH}\n", rank=1)
+        lost = "gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+        printed(job, f"Traceback (most recent call last):\n  x\nRuntimeError: [{lost}\n")
+        reason = ends(job, report=KILLED.format("n1", -6))
+        assert not (job.folder(job.attempt) / "failing_node").exists()
+        next_attempt(job)
+    assert reason == f"fatal: the same failure twice: {MISMATCH}{END}"
+
+
 # ---- When words are the same
 
 

@@ -346,6 +346,26 @@ def test_slurmstepd_says_why_slurm_ends_an_attempt(
     assert (job.folder(0) / "failing_node").exists() == reason.startswith("node_failure")
 
 
+@pytest.mark.parametrize(
+    ("preempted", "stopped", "word"),
+    [
+        ("PreemptTime=150", True, "preempted"),
+        ("PreemptTime=50", True, "retryable"),  # of an earlier attempt
+        ("PreemptTime=None", True, "retryable"),  # srun ends the others when one has failed
+        ("PreemptTime=150", False, "retryable"),
+    ],
+)
+def test_a_preemption_with_grace_time_is_known_though_no_signal_comes(
+    job: Job, preempted: str, stopped: bool, word: str
+) -> None:
+    job.environ["PREEMPTED"] = preempted
+    if stopped:
+        (job.folder(0) / "stopped-0").write_text("1\n")
+    assert job.conclude(1) == 1
+    assert job.reason.startswith(f"{word}: ")
+    assert job.reason.endswith("; queued again")
+
+
 # ---- A full disk, memory, a controller that is away, a later attempt
 
 

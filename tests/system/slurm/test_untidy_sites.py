@@ -1,0 +1,98 @@
+"""Sites that are less tidy than the sandbox: a TaskProlog prints, preemption has GraceTime."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import Cluster, Until
+from tests.support.slurm_site import Site, failure
+from toolkit.slurm import SlurmRun
+
+pytestmark = pytest.mark.slurm
+
+# A script without outcome.json, which ends when it is told to.
+WAITS = """
+echo "$TRAIN_ATTEMPT" >>"$TRAIN_RUN_DIR/begun-$RANK"
+trap 'exit 143' TERM
+until [ -e "$TRAIN_RUN_DIR/go" ]; do sleep 0.1; done
+"""
+
+PROLOG = """#!/bin/sh
+echo "print Welcome to the cluster, user 7"
+echo "print 2026"
+echo "export SITE=untidy"
+"""
+
+
+def submit(site: Site, **more: object) -> SlurmRun:
+    content = {"name": "waits", "command": ["bash", "-c", WAITS], "resources": {"nnodes": 2}}
+    job = toolkit.JobSpec.model_validate({**content, "retries": {"requeue": 1}, **more})
+    return site.launcher.submit(toolkit.plan(job, site.profile))
+
+
+def begun(run: SlurmRun, attempt: int) -> bool:
+    """Whether both ranks run in an attempt."""
+    files = [Path(str(run.run_dir), f"begun-{rank}") for rank in (0, 1)]
+    return all(path.exists() and f"{attempt}\n" in path.read_text() for path in files)
+
+
+def go(run: SlurmRun) -> None:
+    Path(str(run.run_dir), "go").touch()
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+
+
+@pytest.fixture
+def printing(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
+    """Has the site's TaskProlog print before each task."""
+    prolog, conf = tmp_path / "prolog", cluster.folder / "etc/slurm.conf"
+    prolog.write_text(PROLOG)
+    prolog.chmod(0o755)
+    tmp_path.chmod(0o755)
+    tidy = conf.read_text()
+    try:
+        conf.write_text(f"{tidy}\nTaskProlog={prolog}\n")
+        cluster.slurm("scontrol", "reconfigure")
+        yield
+    finally:
+        conf.write_text(tidy)
+        cluster.slurm("scontrol", "reconfigure")
+
+
+def test_a_requeued_job_goes_on_where_the_sites_prolog_prints(
+    printing: None, cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = submit(site)
+    until(lambda: begun(run, 0), "both ranks run")
+    cluster.slurm("scontrol", "requeue", run.job_id)
+    # As if Slurm had taken the nodes back before the first task began.
+    for path in Path(str(run.run_dir), "logs/attempt-0").glob("began-*"):
+        path.unlink()
+    until(lambda: begun(run, 1), "both run again")
+    go(run)
+    assert "Welcome to the cluster" in "\n".join(run.logs()), "the prolog has printed"
+
+
+@pytest.fixture
+def patient(cluster: Cluster, site: Site) -> Iterator[None]:
+    """Submits to a partition that gives jobs some seconds after their preemption."""
+    site.profile = site.profile.model_copy(update={"partition": "low"})
+    cluster.slurm("scontrol", "update", "PartitionName=low", "GraceTime=20")
+    yield
+    cluster.slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
+
+
+def test_a_preemption_with_grace_time_is_no_failure(
+    patient: None, cluster: Cluster, site: Site, until: Until
+) -> None:
+    run = submit(site)
+    for attempt in (0, 1):
+        until(lambda attempt=attempt: begun(run, attempt), f"attempt {attempt} runs")
+        high = ("--parsable", "--partition=high", "--nodes=4", "--exclusive")
+        cluster.slurm("sbatch", *high, "--output=/dev/null", "--wrap=sleep 1")
+    until(lambda: begun(run, 2), "the third attempt runs, though one failure is allowed")
+    for attempt in (0, 1):
+        reason = Path(str(run.run_dir), f"logs/attempt-{attempt}/reason").read_text()
+        assert reason.startswith("preempted: Slurm has taken the nodes"), failure(run)
+    go(run)
