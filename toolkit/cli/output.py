@@ -208,8 +208,12 @@ def print_end_and_exit(run: toolkit.Run) -> None:
 
 def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     """Print how a run ended, and its first failure."""
+    from toolkit.runs.stacks import steps_left_out
+
     if status.state is toolkit.RunState.FAILED:
         echo_failure(run)
+    if run.run_dir and (why := steps_left_out(run.run_dir)):
+        _say(run, f"{run.name}: log_pattern: {why}")
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
     _say(run, f"{run.name}: {status.state.upper()}{in_parentheses(status.reason)}{where}")
 

@@ -20,7 +20,7 @@ from toolkit.runs.progress import Progress, ProgressReader
 from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import newest_stall, newest_straggler
+from toolkit.runs.stacks import newest_stall, newest_straggler, steps_left_out
 from toolkit.runs.startup import waits_for
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.quantities import rounded_duration
@@ -101,6 +101,7 @@ def summary_of(
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
+            "log_pattern": _left_out(run, status),
             "failure": failure,
         }
     point_statuses = run.statuses()
@@ -187,6 +188,13 @@ def _straggler(run: Run, status: RunStatus) -> str | None:
     if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
         return None
     why = newest_straggler(folder)
+    return why and mask_of(run.run_dir).hide(why)
+
+
+def _left_out(run: Run, status: RunStatus) -> str | None:
+    """Return how many lines `log_pattern` has left out; of pods, while they run."""
+    folder = run.live_dir() if status.state is RunState.RUNNING else run.run_dir
+    why = steps_left_out(folder) if folder else None
     return why and mask_of(run.run_dir).hide(why)
 
 
@@ -283,11 +291,13 @@ def top_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
     """Yield a run's goodput as `toolkit goodput` prints it: the largest buckets first."""
-    again = f", {goodput.steps_again} made again" if goodput.steps_again else ""
+    step = "no step" if goodput.step is None else f"step {goodput.step}"
+    steps = "1 step" if goodput.steps_again == 1 else f"{goodput.steps_again} steps"
+    again = f", {steps} made again" if goodput.steps_again else ""
     starts = "1 start" if goodput.starts == 1 else f"{goodput.starts} starts"
     yield (
         f"{name}: goodput {goodput.share:.1%} of {rounded_duration(goodput.elapsed_s)} "
-        f"({goodput.steps} steps{again}, {starts})"
+        f"({step}{again}, {starts})"
     )
     for bucket, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
         share = seconds / goodput.elapsed_s if seconds else 0.0

@@ -46,16 +46,16 @@ show() {{  # FILE BYTES, where so many bytes are known
 show metrics.jsonl "$1"
 show outcome.json 0
 _newest=`ls -d logs/attempt-* 2>/dev/null | sort -t - -k 2 -n | tail -n 1`
-for _name in stalls stragglers ranks; do
+for _name in stalls stragglers ranks steps; do
   show "${{_newest:-logs/attempt-0}}/watchdog/$_name.jsonl" 0
 done
 """
 
-_MOST_FILES = 5
+_MOST_FILES = 6
 """How many files this shows."""
 
 _HEAD = re.compile(
-    rb"(metrics\.jsonl|outcome\.json|logs/attempt-\d{1,9}/watchdog/(?:stalls|stragglers|ranks)\.jsonl)"
+    rb"(metrics\.jsonl|outcome\.json|logs/attempt-\d{1,9}/watchdog/(?:stalls|stragglers|ranks|steps)\.jsonl)"
     rb" (\d{1,15}) (\d{1,15})"
 )
 

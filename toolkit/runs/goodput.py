@@ -119,7 +119,7 @@ class Goodput:
     """The time in each of `BUCKETS`, in seconds; together the elapsed time."""
 
     steps: int
-    """Steps that count."""
+    """Steps that count, also those without a record of their own."""
 
     steps_again: int
     """Steps that were lost and made again."""
@@ -146,6 +146,10 @@ class Goodput:
 
     numbers: tuple[tuple[int, int], ...] = ()
     """Attempt and restart of each start."""
+
+    step: int | None = None
+    """The newest step, as `toolkit status` and a report show it; None before the first. It is more
+    than `steps` if the run has begun with a later step than the first one."""
 
     @property
     def share(self) -> float:
@@ -177,6 +181,7 @@ class Goodput:
             "elapsed_s": self.elapsed_s,
             "seconds": dict(self.seconds),
             "definitions": dict(self.definitions),
+            "step": self.step,
             "steps": self.steps,
             "steps_again": self.steps_again,
             "starts": self.starts,
@@ -263,6 +268,14 @@ class _Start:
         self.counts.append(count)
         self.stepped_at = when
 
+    def steps_before(self) -> int:
+        """Return how many steps had been made before this start.
+
+        A script may record each hundredth step only: then the first record stands for a hundred.
+        """
+        first, second = (*self.steps[:2], self.steps[0])[:2]
+        return max(first - self.counts[0], 0) if first > second - first else 0
+
     def in_first_step(self) -> float:
         """Return how much longer the first step took than the mean of the others."""
         others = sum(self.counts[1:])
@@ -297,7 +310,6 @@ def goodput_of(
     starts = _read_starts(folder, latest)
     schedule, valid_steps = Schedule(times), _valid_steps(starts)
     clock = _Clock(submitted)
-    kept, again = 0, 0
     held, productive = 0.0, 0.0
     for index, start in enumerate(starts):
         clock.start = index
@@ -316,10 +328,12 @@ def goodput_of(
             ended += seconds
             clock.advance(_PHASES[phase], min(ended, start.last))
         valid = valid_steps[index]
-        kept, again = kept + sum(start.counts[:valid]), again + sum(start.counts[valid:])
         clock.divide(_training(start, valid), until=start.last)
         held += ranks * (sum(clock.seconds.values()) - sum(before.values()))
         productive += ranks * (clock.seconds["productive"] - before["productive"])
+    counted = zip(starts, valid_steps, strict=True)
+    stepped = [(start, valid) for start, valid in counted if start.steps]
+    step = stepped[-1][0].steps[-1] if stepped else None
     all_counted = bool(starts) and all(start.ranks for start in starts)
     last = untrusted.moment(_outcome(folder).get("time")) or 0.0
     ends = (last if last <= latest else None, until)
@@ -327,8 +341,12 @@ def goodput_of(
     return Goodput(
         elapsed_s=sum(clock.seconds.values()),
         seconds=clock.seconds,
-        steps=kept,
-        steps_again=again,
+        step=step,
+        steps=0 if step is None else step - min(start.steps_before() for start, _ in stepped),
+        steps_again=sum(
+            start.steps[-1] - (start.steps[valid - 1] if valid else start.steps_before())
+            for start, valid in stepped
+        ),
         starts=len(starts),
         ranks=next((start.ranks for start in reversed(starts) if start.ranks), None),
         rank_s=held if all_counted else None,

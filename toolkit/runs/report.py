@@ -28,7 +28,7 @@ from toolkit.runs.log_reader import attempt_folders, nodes_of
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
 from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import Stall, stalls_of
+from toolkit.runs.stacks import Stall, stalls_of, steps_left_out
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.quantities import rounded_duration
@@ -212,6 +212,8 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     except LauncherError as error:
         facts.missing.append(str(error))
     else:
+        if run.run_dir and (why := steps_left_out(run.run_dir)):
+            facts.missing.append(f"log_pattern: {why}")
         if absent:
             facts.missing.append(f"the run directory has no {', '.join(absent)}")
         if facts.goodput and not facts.goodput.starts:
@@ -223,7 +225,9 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
     """Return the head of a run: what `toolkit status` says, and its timeline."""
     run, goodput = facts.run, facts.goodput
     mask = mask_of(run.run_dir)
-    steps = max((curve.steps[-1] for curve in facts.curves.values()), default=None)
+    step = max((curve.steps[-1] for curve in facts.curves.values()), default=None)
+    if goodput and goodput.step is not None:
+        step = goodput.step
     created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
         "name": run.name,
@@ -232,7 +236,7 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
         "reason": mask.hide(facts.status.reason),
         "created": created.isoformat(sep=" ", timespec="seconds"),
         "run_dir": str(run.run_dir) if run.run_dir else "",
-        "steps": steps,
+        "step": step,
         "steps_in_all": facts.steps,
         "last": {name: f"{value:.4g}" for name, value in facts.last.items()},
         "goodput": f"{goodput.share:.1%}" if goodput else "",

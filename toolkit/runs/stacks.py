@@ -230,6 +230,11 @@ def newest_straggler(run_dir: Path) -> str | None:
     return _why(_newest(run_dir, "stragglers")) or None
 
 
+def steps_left_out(run_dir: Path) -> str | None:
+    """Return the newest attempt's sentence about lines that `log_pattern` has left out, if any."""
+    return _why(_newest(run_dir, "steps")) or None
+
+
 def _newest(run_dir: Path, name: str) -> dict[str, Any]:
     """Return the last line that the newest attempt's watchdog has written; empty without one."""
     for attempt in attempt_folders(run_dir)[-1:]:

@@ -647,6 +647,8 @@ class Watchdog:
         while time.monotonic() < until and not has_ended:
             has_ended = bool(self.torchrun.poll(POLL_LOG_S * 1000))
             self.log_steps.look(self.newest_ranks())
+        if has_ended:
+            self.log_steps.finish()
         return has_ended
 
     def look(self) -> None:

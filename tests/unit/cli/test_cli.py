@@ -538,7 +538,7 @@ def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
     done = program("goodput", str(ended_run))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "ended: goodput 50.0% of 20.0 s (11 steps, 1 start)",
+        "ended: goodput 50.0% of 20.0 s (step 10, 1 start)",
         "   50.0%        10.0 s  productive     steps that count",
         "   50.0%        10.0 s  queue          waiting for nodes",
     ]

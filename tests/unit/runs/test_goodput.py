@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.cli.summary import goodput_lines
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
+from toolkit.runs.progress import progress_of
 from toolkit.runs.scheduler_times import Scheduled, scheduled_in
 from toolkit.runs.state import RunState, RunStatus
 
@@ -74,7 +75,22 @@ def test_a_thinned_record_stands_for_the_steps_before_it(run: Recorded) -> None:
     assert goodput.seconds["productive"] == pytest.approx(30)
     run.restart = 1
     run.steps(21, 22, run.start(at + 30))
-    assert (run.goodput().steps, run.goodput().steps_again) == (12, 20)
+    found = run.goodput()
+    assert (found.step, found.steps, found.steps_again) == (22, 22, 20)
+
+
+@pytest.mark.parametrize(("first", "steps"), [(127, 2540), (2667, 2414)])
+def test_steps_without_a_record_count(run: Recorded, first: int, steps: int) -> None:
+    """A script that records each 127th step only, from the first one on or from a later one."""
+    at = run.start(0.0)
+    for number in range(20):
+        run._append("metrics.jsonl", at + 9 * number, step=first + 127 * number, loss=1.0)
+    progress = progress_of(run.folder)
+    goodput = run.goodput()
+    assert progress is not None and goodput.step == progress.step == first + 127 * 19
+    assert goodput.steps == steps
+    (line, *_) = goodput_lines("run", goodput)
+    assert line.endswith(f"(step {goodput.step}, 1 start)")
 
 
 def spent(goodput: Goodput) -> dict[str, float]:

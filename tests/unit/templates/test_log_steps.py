@@ -12,6 +12,7 @@ from tests.support.watchdog import program
 from toolkit.runs.goodput import goodput_of
 from toolkit.runs.progress import progress_of
 from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.stacks import steps_left_out
 
 OURS = r"step (?P<step>\d+) loss (?P<loss>\S+)"
 
@@ -149,19 +150,199 @@ def test_steps_may_begin_at_0_and_be_printed_now_and_then(
         {"step": 101, "loss": 1.0},
     ]
     assert [one["step"] for one in run.records("events")] == [0, 0]
-    assert goodput_of(tmp_path).steps == 102
+    goodput = goodput_of(tmp_path)
+    assert (goodput.step, goodput.steps) == (101, 101)
 
 
-def test_a_step_that_goes_back_is_left_out_and_told_once(
-    log_steps: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+EPOCH = r"Epoch (?P<epoch>\d+)"
+BATCH = r"\[ *(?P<step>\d+)/ *(?P<steps>\d+)\]"
+
+
+def epochs_of(line: str, *, epochs: int = 3, length: int = 4) -> str:
+    """Return lines for steps 1 to `length` of each epoch from 1 on."""
+    return "".join(
+        line.format(epoch=epoch, step=step, length=length)
+        for epoch in range(1, epochs + 1)
+        for step in range(1, length + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "printed", "steps", "in_all"),
+    [
+        pytest.param(
+            EPOCH + " " + BATCH + r" loss (?P<loss>\S+)",
+            epochs_of("Epoch {epoch} [{step}/{length}] loss 0.1\n"),
+            list(range(1, 13)),
+            None,
+            id="epoch and step within it",
+        ),
+        pytest.param(
+            r"Epoch \[(?P<epoch>\d+)/(?P<epochs>\d+)\] " + BATCH,
+            epochs_of("Epoch [{epoch}/3] [{step}/{length}]\n"),
+            list(range(1, 13)),
+            12,
+            id="with the number of epochs",
+        ),
+        pytest.param(
+            r"epoch: (?P<epoch>\d+) step: (?P<step>\d+)",
+            epochs_of("epoch: {epoch} step: {step}\n"),
+            list(range(1, 13)),
+            None,
+            id="without the steps of an epoch",
+        ),
+        pytest.param(
+            r"epoch: (?P<epoch>\d+) step: (?P<step>\d+)",
+            "".join(f"epoch: {n // 3} step: {n % 3}\n" for n in range(9)),
+            list(range(9)),
+            None,
+            id="both from 0",
+        ),
+        pytest.param(
+            EPOCH + "|loss: (?P<loss>\\S+) " + BATCH,
+            "".join(f"Epoch {e}\n---\nloss: 1 [100/938]\nloss: 1 [900/938]\n" for e in (1, 2)),
+            [100, 900, 1038, 1838],
+            None,
+            id="epoch on a line of its own, each hundredth step",
+        ),
+        pytest.param(
+            EPOCH + r" step (?P<step>\d+)/(?P<steps>\d+)",
+            "".join(f"Epoch {1 + n // 5} step {n}/12\n" for n in range(1, 13)),
+            list(range(1, 13)),
+            12,
+            id="steps of the run, with epochs",
+        ),
+        pytest.param(
+            r"\| (?P<step>\d+)/(?P<steps>\d+) \[",
+            "".join(f" 9%|# | {n}/4 [00:01]\r" for _ in range(3) for n in range(5)),
+            [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+            None,
+            id="a progress bar for each epoch",
+        ),
+        pytest.param(
+            r"step (?P<step>\d+)",
+            epochs_of("step {step}\n"),
+            list(range(1, 13)),
+            None,
+            id="steps that fall back",
+        ),
+        pytest.param(
+            r"step (?P<step>\d+)",
+            "".join(f"step {step}\n" for step in range(1, 13)),
+            list(range(1, 13)),
+            None,
+            id="steps of the run",
+        ),
+        pytest.param(
+            r"(?P<step>\d+)/(?P<steps>\d+) \[|'loss': (?P<loss>[^,]+), 'epoch': (?P<epoch>[\d.]+)",
+            "1/3 [\n{'loss': 0.5, 'epoch': 0.5}\n2/3 [\n{'loss': 0.4, 'epoch': 1.0}\n3/3 [\n",
+            [1, 2, 3],
+            3,
+            id="epochs with fractions",
+        ),
+    ],
+)
+def test_steps_count_through_all_epochs(
+    log_steps: ModuleType,
+    tmp_path: Path,
+    pattern: str,
+    printed: str,
+    steps: list[int],
+    in_all: int | None,
 ) -> None:
-    """A script that counts within epochs: its second epoch is no new start of the ranks."""
+    run = Printing(log_steps, tmp_path, pattern)
+    run.begin()
+    run.prints(printed)
+    assert [row["step"] for row in read_metrics(tmp_path)] == steps
+    progress = progress_of(tmp_path)
+    assert progress is not None and (progress.step, progress.steps) == (steps[-1], in_all)
+    goodput = goodput_of(tmp_path)
+    assert (goodput.step, goodput.steps, goodput.steps_again) == (steps[-1], steps[-1], 0)
+    run.reader.finish()
+    assert steps_left_out(tmp_path) is None
+
+
+@pytest.mark.parametrize("is_same_attempt", [True, False])
+def test_epochs_that_are_made_again_have_the_same_steps(
+    log_steps: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same_attempt: bool
+) -> None:
+    pattern = EPOCH + " " + BATCH
+    run = Printing(log_steps, tmp_path, pattern)
+    run.begin()
+    run.prints(epochs_of("Epoch {epoch} [{step}/{length}]\n"))
+    if not is_same_attempt:
+        monkeypatch.setenv("TRAIN_ATTEMPT", "1")
+        run.reader = log_steps.LogSteps(tmp_path, pattern)
+    run.begin(restart=int(is_same_attempt))
+    run.prints("Epoch 3 [1/4]\nEpoch 3 [4/4]\nEpoch 4 [1/4]\n")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*range(1, 10), 12, 13]
+    goodput = goodput_of(tmp_path)
+    assert (goodput.step, goodput.steps, goodput.steps_again) == (13, 13, 4)
+
+
+def test_a_start_in_an_unknown_epoch_counts_from_the_first_and_says_so(
+    log_steps: ModuleType, tmp_path: Path
+) -> None:
     run = Printing(log_steps, tmp_path, OURS)
     run.begin()
-    run.prints("step 8 loss 1\nstep 9 loss 1\nstep 1 loss 1\nstep 2 loss 1\nstep 10 loss 1\n")
-    assert [one["step"] for one in run.figures()] == [8, 9, 10]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("watchdog: log_pattern: step 1 after step 9 is left out: ")
+    run.prints(epochs_of("step {step} loss 1\n"))
+    run.begin(restart=1)
+    run.prints(epochs_of("step {step} loss 1\n", epochs=2))
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 9))
+    why = steps_left_out(tmp_path)
+    assert why is not None and why.startswith("in which epoch the ranks have started again is unkn")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "printed", "steps", "lines"),
+    [
+        (OURS, "step 1 loss 1\nstep 9 loss 1\nstep 5 loss 1\nstep 6 loss 1\nstep 10 loss 1\n",
+         [1, 9, 10], 2),
+        (BATCH, "[1/9]\n[9/9]\ntest [1/2]\ntest [2/2]\n[1/9]\n", [1, 9, 10], 2),
+        (EPOCH + " " + BATCH, "Epoch 1 [5/9]\nEpoch 1 [1/9]\n", [5], 1),
+    ],
+)  # fmt: skip
+def test_lines_that_are_left_out_are_counted(
+    log_steps: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    pattern: str,
+    printed: str,
+    steps: list[int],
+    lines: int,
+) -> None:
+    run = Printing(log_steps, tmp_path, pattern)
+    run.begin()
+    run.prints(printed)
+    run.reader.finish()
+    assert [one["step"] for one in run.figures()] == steps
+    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert len(said) == 1
+    why = steps_left_out(tmp_path)
+    assert why is not None and why.startswith(f"{lines} line")
+
+
+def test_two_outputs_of_a_rank_begin_an_epoch_once(log_steps: ModuleType, tmp_path: Path) -> None:
+    run = Printing(log_steps, tmp_path, r"(?P<step>\d+)/(?P<steps>\d+)")
+    run.begin()
+    for _ in range(3):
+        run.prints("1/4\n2/4\n3/4\n4/4\n", to="stderr")
+        run.prints("1/4\n2/4\n3/4\n4/4\n")
+    assert {one["step"] for one in run.figures()} == set(range(1, 13))
+    assert steps_left_out(tmp_path) is None
+
+
+def test_what_anybody_wrote_as_epochs_does_not_stop_the_reading(
+    log_steps: ModuleType, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs/attempt-0/watchdog"
+    folder.mkdir(parents=True)
+    row = {"epoch": "1", "before": -1, "length": [], "first": None}
+    (folder / "steps.jsonl").write_text(f"{json.dumps(row)}\n7\nnull\n{{\n[[[\n\xff\n")
+    run = Printing(log_steps, tmp_path, OURS)
+    run.begin()
+    run.prints("step 1 loss 1\n")
+    assert [one["step"] for one in run.figures()] == [1]
 
 
 def test_a_script_that_writes_its_own_records_is_left_alone(
