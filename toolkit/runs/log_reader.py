@@ -89,13 +89,17 @@ _NOISE = re.compile(
 )
 """A warning of c10d wherever an address has no name; nothing follows from it."""
 
+_FRAME = re.compile(r"frame #\d+: .*|Exception raised from \S+ at .* \(most recent call first\):")
+"""The C++ stack of a warning of torchrun's own, as when the first node's torchrun has ended before
+the others have. Ranks' lines begin otherwise."""
+
 
 class LogFilter:
     """Selects the lines of a log that a view shows, each after a prefix.
 
     Tracebacks are held back until it is clear whether they are torchrun's of being stopped, which
-    are left out, as are c10d's warnings of addresses without a name. Lines beyond what is held back
-    at most are shown.
+    are left out, as are c10d's warnings of addresses without a name, and the C++ stacks of
+    torchrun's warnings. Lines beyond what is held back at most are shown.
     """
 
     def __init__(self, view: LogView, prefix: str = "") -> None:
@@ -110,7 +114,7 @@ class LogFilter:
 
     def _without_stop_traces(self, lines: Iterable[str], ended: bool) -> Iterator[str]:
         for line in lines:
-            if "socket.cpp" in line and _NOISE.fullmatch(line):
+            if ("socket.cpp" in line and _NOISE.fullmatch(line)) or _FRAME.fullmatch(line):
                 continue
             if line.startswith(_STARTS) or (self._held and _STOP_TRACE.match(line)):
                 self._held.append(line)

@@ -91,3 +91,18 @@ def test_of_two_failures_in_one_second_the_root_cause_came_first() -> None:
     answer, cause = read_reports([*other, *report("node1", 1, "7")])
     assert (answer.rank, cause.rank) == (0, 1)
     assert cause.time < answer.time < cause.time + 1
+
+
+def test_the_c_stack_of_torchruns_warning_after_the_end_is_left_out() -> None:
+    """The first node's torchrun, which holds the store, may end before the others have."""
+    warning = "[W1128 15:00:00.000 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)"
+    stack = [
+        "Exception raised from recvBytes at /pytorch/torch/csrc/c10d/Utils.hpp:678 "
+        "(most recent call first):",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)",
+        "frame #1: <unknown function> + 0x5f (0x7f12 in /lib/libtorch_cpu.so)",
+    ]
+    of_a_rank = [f"[rank 1] {line}" for line in stack]
+    lines = ["[rank 0] done", warning, *stack, *of_a_rank]
+    shown = list(LogFilter(LogView()).shown(lines, ended=True))
+    assert shown == ["[rank 0] done", warning, *of_a_rank]
