@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from toolkit.errors import InputError, Problem, did_you_mean
-from toolkit.job.types import VERSION, FrozenModel, newer_than_known
+from toolkit.job.types import VERSION, FrozenModel, is_finite_number, newer_than_known
 from toolkit.text.quantities import whole_number
 from toolkit.text.secret_scan import conceal, is_telling
 from toolkit.text.yaml_reader import Ambiguous, Document, KeyPath, dotted, read_document
@@ -69,13 +69,15 @@ def _path(name: str) -> KeyPath:
 
 def assign(document: Document, changes: Mapping[str, Any]) -> Document:
     """Return the document with `KEY.KEY` set to Python values; None removes a key."""
-    data, problems = document.data, list(document.problems)
+    data, problems, written = document.data, list(document.problems), dict(document.written)
     for name, value in changes.items():
+        path = _path(name)
+        written = {key: shown for key, shown in written.items() if key[: len(path)] != path}
         try:
-            data = _assign(data, _path(name), _REMOVED if value is None else frozen(value))
+            data = _assign(data, path, _REMOVED if value is None else frozen(value))
         except (TypeError, IndexError):
             problems.append(Problem(place=document.source, message=f"there is no {name!r} to set"))
-    return replace(document, data=data, problems=tuple(problems))
+    return replace(document, data=data, written=written, problems=tuple(problems))
 
 
 def frozen(value: Any) -> Any:
@@ -121,8 +123,9 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
     if not isinstance(document.data, dict):
         kind = "is empty" if document.data is None else "is not a mapping of keys to values"
         raise error_type([Problem(place=document.place(()), message=f"the file {kind}"), *problems])
+    data = _with_numbers_as_text(document) if "args" in model.model_fields else document.data
     try:
-        instance = model.model_validate(document.data)
+        instance = model.model_validate(data)
     except ValidationError as error:
         for details in error.errors(include_url=False):
             if not details["loc"]:
@@ -136,7 +139,7 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
         # pydantic validates a model as a whole only if all fields are valid, so it is done here.
         problems += (
             Problem(place=document.place(()), message=message)
-            for message in model.contradictions(document.data)
+            for message in model.contradictions(data)
         )
     else:
         if not problems:
@@ -148,6 +151,28 @@ def validate(model: type[Model], document: Document, error_type: type[InputError
         return (problem.place or "", 0) if number is None else (source, number)
 
     raise error_type(sorted(problems, key=by_line))
+
+
+_NUMBER = re.compile(r"[-+]?([1-9][0-9]*|[0-9]?)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+"""A number that is written alike in all versions of YAML, or is a string to one: 1e-3."""
+
+
+def _with_numbers_as_text(document: Document) -> dict[str, Any]:
+    """Return the data of a job with the numbers in `args` as they are written.
+
+    Words that are another number, or no number, to a version of YAML are left for the model to
+    refuse.
+    """
+    data: dict[str, Any] = document.data
+    if not isinstance(args := data.get("args"), tuple):
+        return data
+    words = list(args)
+    for place, word in enumerate(words):
+        if isinstance(word, Ambiguous) and word and _NUMBER.fullmatch(word):
+            words[place] = str(word)
+        elif is_finite_number(word):
+            words[place] = document.written.get(("args", place), word)
+    return {**data, "args": tuple(words)}
 
 
 def refuse_newer(document: Document, error_type: type[InputError]) -> None:

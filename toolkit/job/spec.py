@@ -277,8 +277,8 @@ class JobSpec(FrozenModel):
     ) = None
     """Any program and its first arguments, started once per worker instead of Python."""
 
-    args: tuple[Text, ...] = ()
-    """Arguments of the module, script or command."""
+    args: tuple[types.Argument, ...] = ()
+    """Arguments of the module, script or command. Numbers count as they are written."""
 
     image: types.Image | None = None
     """The container image, if the profile runs containers."""

@@ -1,5 +1,6 @@
 """Models and types of fields in job files and profiles, each with its rule and its JSON Schema."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
@@ -61,6 +62,15 @@ class Prepared(Checked):
 
 Text = Annotated[str, Prepared(refuse_ambiguous), Checked(_refuse_unspeakable)]
 """A string that every YAML reader takes for the same text, and that argv and variables can hold."""
+
+
+def is_finite_number(value: object) -> bool:
+    """Return whether a value is a number as programs take one: not true, infinite or NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if is_finite_number(value) else refuse_ambiguous(value)
 
 
 class FrozenModel(BaseModel):
@@ -176,6 +186,14 @@ def schema_extra(**more: Any) -> Any:
     """Return the annotation that adds to a field's JSON Schema."""
     return Field(json_schema_extra=more)
 
+
+Argument = Annotated[
+    str,
+    Prepared(_number_as_text),
+    Checked(_refuse_unspeakable),
+    schema_extra(type=["string", "number"]),
+]
+"""An argument of a program, which may be written as a number."""
 
 ENV_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 EnvName = Annotated[

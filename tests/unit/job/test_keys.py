@@ -131,7 +131,6 @@ PLACES = {
     "name": "name: {}\nmodule: m\n",
     "module": "module: {}\nname: a\n",
     "image": "image: {}\nname: a\nmodule: m\n",
-    "args[0]": "args: [{}]\nname: a\nmodule: m\n",
     "command[1]": "command: [a, {}]\nname: a\n",
     "env.A": "env: {{A: {}}}\nname: a\nmodule: m\n",
     "mounts[0].source": "mounts: [{{source: {}, target: /a}}]\nname: a\nmodule: m\n",

@@ -57,7 +57,7 @@ def test_a_part_may_be_a_model_of_ours(job: toolkit.JobSpec) -> None:
             {"resources.nnodes": "x"},
             "job 'digits': resources.nnodes: must be a whole number, not 'x'",
         ),
-        ({"args": [1]}, "job 'digits': args[0]: must be a string, not 1"),
+        ({"args": [True]}, "job 'digits': args[0]: must be a string, not True"),
         ({"args.9": "x"}, "job 'digits': there is no 'args.9' to set"),
         (
             {"time_limit": 3, "name": "No"},

@@ -66,11 +66,9 @@ job.yaml:2: 'LR' stands under env and under secrets; keep one
 job.yaml:3: name: 'Digits' cannot be used; use at most 32 of a-z, 0-9 and '-', a letter first \
 and no '-' last (Kubernetes allows no other names, and adds to this one)
 job.yaml:5: script: '-c' would be read as an option of torchrun; write ./-c
-job.yaml:6: args[1]: 10 is not a string to YAML; write "10"
 job.yaml:6: args[2]: no is a boolean to YAML 1.1; write "no" if you mean the text
 job.yaml:6: args[3]: must be a string, not a list
 job.yaml:6: args[4]: must be a string, not a mapping
-job.yaml:6: args[5]: 1e-3 is a number to YAML 1.2; write "1e-3" if you mean the text
 job.yaml:7: image: 'my image' cannot be used; write it like registry/name:tag
 job.yaml:9: unknown key 'nnode' under 'resources'; did you mean 'nnodes'?
 job.yaml:10: resources.nnodes: must be at least 1, not 0
@@ -181,6 +179,31 @@ PIECES = KEYS | st.sampled_from(
 WORDS = st.sampled_from(
     ["a", "m", "no", "012", "1e3", "~", "4:0:0", "%", "@", "? ", "\\", "\0", "9" * 20]
 )
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["3", "-3", "0.01", "3.10", "1e-3", "1.5e3", "1E+5", "+1", "0", "0.0", "9" * 30, "0x1F"],
+)
+def test_numbers_in_args_are_taken_as_they_are_written(tmp_path: Path, word: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"name: a\nmodule: m\nargs: [--x, {word}]\n")
+    assert toolkit.load(file).args == ("--x", word)
+    assert toolkit.load(file, [f"args.0={word}"]).args == (word, word)
+    assert toolkit.load(file, [f"args=[{word}, b]"]).args == (word, "b")
+
+
+@pytest.mark.parametrize(
+    "word", ["on", "yes", "0777", "1_000", "12:30", "~", "null", "true", "0o17", "", "010", ".inf"]
+)
+def test_words_that_yaml_versions_read_differently_are_refused_in_args(word: str) -> None:
+    with pytest.raises(InputError, match='write "'):
+        read(f"name: a\nmodule: m\nargs:\n- --x\n- {word}\n")
+
+
+def test_python_numbers_in_args_are_taken_as_text() -> None:
+    job = read("name: a\nmodule: m\nargs: [--lr, 0.10]")
+    assert job.replace(args=["--lr", 0.2, "--epochs", 3]).args == ("--lr", "0.2", "--epochs", "3")
 
 
 @settings(deadline=None, max_examples=300)
