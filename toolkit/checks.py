@@ -16,6 +16,7 @@ from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
 from toolkit.planning import plan
+from toolkit.planning.arguments import argument_problems
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.profile import KubernetesProfile, Profile, SlurmProfile, as_profile
 from toolkit.rendering import render
@@ -211,7 +212,7 @@ def _job_findings(
 ) -> list[Finding]:
     """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
-    findings: list[Finding] = []
+    findings = [finding(problem, document) for problem in argument_problems(job)]
     for name in to:
         try:
             profile = as_profile(name)

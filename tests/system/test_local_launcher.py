@@ -158,15 +158,15 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_no_process(
     assert "No space left on device" in done.stdout + done.stderr
 
 
-def test_dollars_in_arguments_reach_the_program(tmp_path: Path) -> None:
+def argv_of_run(tmp_path: Path, args: list[str]) -> list[str]:
+    """Run a script with arguments in `tmp_path / "a run"`, and return what it is given."""
     program = "import json, sys; json.dump(sys.argv[1:], open('argv', 'w'))"
     (tmp_path / "show.py").write_text(program)
-    args = ["$$", "$$$", "a$$b", "$HOME", "$(x)", "${x}", "$$local_rank", "$${local_rank}", "$"]
     job = toolkit.JobSpec(name="dollars", script=str(tmp_path / "show.py"), args=tuple(args))
     made = toolkit.plan(job, toolkit.LocalProfile(name="here"))
     (tmp_path / "run.sh").write_text(toolkit.render(made))
     done = subprocess.run(
-        ["bash", tmp_path / "run.sh", tmp_path / "run"],
+        ["bash", tmp_path / "run.sh", "a run's $HOME"],
         env=os.environ | {"PATH": f"{TOOLKIT.parent}:{os.environ['PATH']}"},
         cwd=tmp_path,
         capture_output=True,
@@ -174,7 +174,30 @@ def test_dollars_in_arguments_reach_the_program(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "argv").read_text()) == args
+    argv: list[str] = json.loads((tmp_path / "argv").read_text())
+    return argv
+
+
+def test_the_run_directory_and_the_attempt_are_replaced_in_arguments(tmp_path: Path) -> None:
+    args = [
+        *(
+            "--out",
+            "$TRAIN_RUN_DIR",
+            "--ckpt=${TRAIN_RUN_DIR}/a 'b'",
+            "$TRAIN_RUN_DIR/$TRAIN_ATTEMPT",
+        ),
+        *("$$TRAIN_RUN_DIR", "$TRAIN_RUN_DIRS", "$TRAIN_ATTEMPT_BEGAN", "x$TRAIN_ATTEMPT-y"),
+    ]
+    run = f"{tmp_path}/a run's $HOME"
+    assert argv_of_run(tmp_path, args) == [
+        *("--out", run, f"--ckpt={run}/a 'b'", f"{run}/0"),
+        *("$$TRAIN_RUN_DIR", "$TRAIN_RUN_DIRS", "$TRAIN_ATTEMPT_BEGAN", "x0-y"),
+    ]
+
+
+def test_dollars_in_arguments_reach_the_program(tmp_path: Path) -> None:
+    args = ["$$", "$$$", "a$$b", "$HOME", "$(x)", "${x}", "$$local_rank", "$${local_rank}", "$"]
+    assert argv_of_run(tmp_path, args) == args
 
 
 @pytest.mark.slow

@@ -278,7 +278,9 @@ class JobSpec(FrozenModel):
     """Any program and its first arguments, started once per worker instead of Python."""
 
     args: tuple[types.Argument, ...] = ()
-    """Arguments of the module, script or command. Numbers count as they are written."""
+    """Arguments of the module, script or command. Numbers count as they are written.
+    `$TRAIN_RUN_DIR` and `$TRAIN_ATTEMPT` are replaced; other `$NAME` reach the program as they
+    are."""
 
     image: types.Image | None = None
     """The container image, if the profile runs containers."""
@@ -415,7 +417,7 @@ class JobSpec(FrozenModel):
     @property
     def entry(self) -> tuple[str, ...]:
         """The program with its arguments."""
-        return (*self.program, *self.args)
+        return (*self.program, *map(types.ArgumentWord, self.args))
 
     @property
     def carried(self) -> bool:

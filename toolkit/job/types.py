@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Strict, model_validator
@@ -99,6 +99,28 @@ RESERVED_NAMES = re.compile(
     "|SLURM_.*"
 )
 """Variables that torchrun, the scheduler or the toolkit sets, and a job may not."""
+
+RUN_VALUE = re.compile(
+    r"(?<!\$)\$(?:(TRAIN_RUN_DIR|TRAIN_ATTEMPT)(?![A-Za-z0-9_])|\{(TRAIN_RUN_DIR|TRAIN_ATTEMPT)\})"
+)
+"""What an argument of a job may name that is known only when the job runs."""
+
+
+class ArgumentWord(str):
+    """A word of a job's `args`, in which the scripts replace each `RUN_VALUE`."""
+
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
+        """Yield a literal text, and the name of the value that follows it, or None."""
+        begin = 0
+        for match in RUN_VALUE.finditer(self):
+            yield self[begin : match.start()], match[1] or match[2]
+            begin = match.end()
+        yield self[begin:], None
+
+    def doubled(self) -> "ArgumentWord":
+        """Return the word with `$$` for each `$$`, as torchrun reads its arguments."""
+        return ArgumentWord(self.replace("$$", "$$$$"))
+
 
 IN_RUN_DIR = "$TRAIN_RUN_DIR/"
 """The prefix of a script in the run directory, whose path is known only when the job runs."""

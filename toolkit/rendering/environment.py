@@ -15,7 +15,7 @@ import jinja2
 from jinja2.bccache import Bucket
 
 from toolkit.errors import RenderError
-from toolkit.job.types import IN_RUN_DIR
+from toolkit.job.types import IN_RUN_DIR, ArgumentWord
 from toolkit.text.control import CONTROL, printable, without_control
 from toolkit.text.own_files import user_folder
 
@@ -123,13 +123,27 @@ def template_text(name: str) -> str:
 
 # ---- Filters for bash, sbatch and Kubernetes
 
+_VARIABLES = {"TRAIN_RUN_DIR": "_run_dir", "TRAIN_ATTEMPT": "_attempt"}
+"""The scripts' own variables, which they have before they set those of the ranks."""
+
 
 def shell_quote(value: object) -> str:
     r"""Quote one word for bash, on one line for any content.
 
     >>> print(shell_quote("plain"), shell_quote("it's $HOME"), shell_quote("two\nlines"))
     plain 'it'"'"'s $HOME' $'two\nlines'
+
+    What a word of `args` names of the run is a variable of the scripts:
+
+    >>> print(shell_quote(ArgumentWord("--out=${TRAIN_RUN_DIR}/a b")))
+    --out="$_run_dir"'/a b'
     """
+    if isinstance(value, ArgumentWord):
+        parts = [
+            (shell_quote(text) if text else "") + (f'"${_VARIABLES[name]}"' if name else "")
+            for text, name in value.pieces()
+        ]
+        return "".join(parts) or "''"
     text = str(value)
     if not _UNSEEN.search(text):
         return shlex.quote(text)
@@ -202,7 +216,13 @@ def torchrun_literals(words: Sequence[str]) -> tuple[str, ...]:
     ('-m', 'train', '$$$$', '$HOME', '${local_rank}')
     """
     unread = 2 if words and words[0] == "--no-python" else 0
-    return (*words[:unread], *(word.replace("$$", "$$$$") for word in words[unread:]))
+    return (
+        *words[:unread],
+        *(
+            word.doubled() if isinstance(word, ArgumentWord) else word.replace("$$", "$$$$")
+            for word in words[unread:]
+        ),
+    )
 
 
 def kubernetes_literal(value: str) -> str:
@@ -214,7 +234,15 @@ def kubernetes_literal(value: str) -> str:
 
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
+
+    What a word of `args` names of the run is a variable of the pod, or left to the entrypoint:
+
+    >>> print(kubernetes_literal(ArgumentWord("$(x) $TRAIN_RUN_DIR/$TRAIN_ATTEMPT")))
+    $$(x) $(TRAIN_RUN_DIR)/${TRAIN_ATTEMPT}
     """
+    if isinstance(value, ArgumentWord):
+        known = {None: "", "TRAIN_RUN_DIR": "$(TRAIN_RUN_DIR)", "TRAIN_ATTEMPT": "${TRAIN_ATTEMPT}"}
+        return "".join(kubernetes_literal(text) + known[name] for text, name in value.pieces())
     changed = re.search(r"\$(?:[$(]|[^\x00-\x7f])", value)
     return value.replace("$", "$$") if changed else value
 

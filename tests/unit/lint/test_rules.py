@@ -71,6 +71,13 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         SLURM,
         5,
     ),
+    "variable-in-args": ("args: [$HOME]\n", LOCAL, 4),
+    "output-outside-run-dir": ("args: [--ckpt-dir, ckpts]\n", LOCAL, 4),
+    "run-dir-in-array": (
+        "args: [--out, $TRAIN_RUN_DIR/a]\nsweep: {grid: {--lr: [1, 2]}}\n",
+        SLURM,
+        4,
+    ),
     "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
     "elastic-gpus-per-task": (
         "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",

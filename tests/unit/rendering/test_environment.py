@@ -154,6 +154,30 @@ def test_any_value_arrives_byte_for_byte_under_bash(
     assert not Path("/tmp/owned").exists()
 
 
+@pytest.mark.parametrize("entry", [{"module": "train"}, {"command": ["a b", "-c"]}])
+@pytest.mark.parametrize(
+    "profile", [toolkit.SlurmProfile(name="s"), toolkit.LocalProfile(name="l")]
+)
+def test_arguments_name_the_run_directory_and_the_attempt(
+    folder: Path, profile: toolkit.Profile, entry: dict[str, object]
+) -> None:
+    args = [
+        "--out=$TRAIN_RUN_DIR/x y",
+        "${TRAIN_ATTEMPT}$TRAIN_ATTEMPT",
+        "$TRAIN_RUN_DIRS",
+        "$HOME",
+    ]
+    job = toolkit.JobSpec.model_validate({"name": "probe", **entry, "args": tuple(args)})
+    run_dir = fresh(folder).parent / 'it\'s `a` "run" $(touch /tmp/owned)'
+    made = toolkit.render(toolkit.plan(job, profile))
+    (seen,) = fake_slurm.execute(made, folder, nodes=1, run_dir=run_dir)
+    assert passed_on(seen.argv[-len(job.entry) :]) == [
+        *job.program,
+        *(f"--out={run_dir}/x y", "00", "$TRAIN_RUN_DIRS", "$HOME"),
+    ]
+    assert not Path("/tmp/owned").exists()
+
+
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(run_dir=folder_names)

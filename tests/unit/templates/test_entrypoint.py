@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import Until
 from tests.support.ports import free_port
 from tests.support.rendered import KINDS, container_of, manifest, workload
+from tests.support.strict_server import arrives
 
 DONE, FINAL, AGAIN = 0, 42, 138
 
@@ -107,6 +108,23 @@ def test_how_torchrun_ends_is_what_kubernetes_is_told(
 ) -> None:
     pod = Pod(tmp_path)
     assert (pod.run(code), pod.failures) == (status, failures)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_name_the_run_directory_and_the_attempt(tmp_path: Path, kind: str) -> None:
+    args = ["--out=$TRAIN_RUN_DIR/x y", "${TRAIN_ATTEMPT}$TRAIN_ATTEMPT", "$TRAIN_RUN_DIRS", "$(x)"]
+    job = {"args": args, "resources": {"nnodes": 1}}
+    container = container_of(workload(manifest(job, {"runs_claim": "runs"}, kind)))
+    environ, argv = arrives(container)
+    run_dir = environ["TRAIN_RUN_DIR"].decode()
+    pod = Pod(tmp_path, kind)
+    pod.command = container["command"]
+    pod.program("torchrun", '#!/bin/sh\nprintf "%s\\n" "$@" >"$TRAIN_RUN_DIR/argv"\n')
+    with pod.start(*map(os.fsdecode, argv), TRAIN_ATTEMPT="3") as process:
+        assert process.wait(300) == DONE
+    *_, out, attempts, other, text = (pod.runs / "argv").read_text().splitlines()
+    assert (out, attempts) == (f"--out={run_dir}/x y", "33")
+    assert (other, text) == ("$TRAIN_RUN_DIRS", "$(x)")
 
 
 def test_a_program_that_is_not_there_is_not_started_again(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What `toolkit check` finds in a job's arguments: what is easily meant otherwise."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from toolkit.errors import Problem
+from toolkit.job.spec import JobSpec
+from toolkit.job.types import RUN_VALUE
+from toolkit.planning.plans import refusal
+
+_VARIABLE = re.compile(r"(?<!\$)\$(?:([A-Z_][A-Z0-9_]*)(?![a-z])|\{([A-Z_][A-Z0-9_]*)\})")
+"""A name in capitals, as environment variables have: `$HOME`, not `$x`."""
+
+_FOLDER = re.compile(r"--(out|output|.*dir|.*directory)", re.IGNORECASE)
+_OUTPUT = re.compile(r"--(out|save|ckpt|checkpoint).*", re.IGNORECASE)
+_INPUT = re.compile(
+    "data|input|cache|train|val|test|image|source|src|load|resume|from|pretrained|tokenizer",
+    re.IGNORECASE,
+)
+"""In the name of an option: what it names is read."""
+
+_ELSEWHERE = re.compile(r"[-/~$].*|.*://.*|[-+0-9.eE]*", re.DOTALL)
+"""An absolute path, a URL or a variable, another option or a number."""
+
+
+def argument_problems(job: JobSpec) -> Iterator[Problem]:
+    """Yield what is easily meant otherwise in the arguments of a job."""
+    is_shell = "-c" in (job.command or ())
+    for at, (before, word) in enumerate(pairwise(("", *job.args))):
+        match = _VARIABLE.search(RUN_VALUE.sub("", word))
+        if match and not is_shell:
+            yield refusal(
+                "variable-in-args",
+                f"args[{at}]: {word!r} reaches the program as it is: only $TRAIN_RUN_DIR and "
+                f"$TRAIN_ATTEMPT are replaced; write the value, or read "
+                f"os.environ[{match[1] or match[2]!r}] in the program",
+                *("args", at),
+            )
+        option, equals, value = word.partition("=")
+        if not equals or not option.startswith("--"):
+            option, value = before, word
+        if _is_relative_output(option, value):
+            yield refusal(
+                "output-outside-run-dir",
+                f"args[{at}]: {option} {value} is the same path for each run, which would find the "
+                f"files of an earlier one; write {option} $TRAIN_RUN_DIR/{value}",
+                *("args", at),
+            )
+
+
+def _is_relative_output(option: str, value: str) -> bool:
+    """Return whether an option's value is a relative path that a program writes to."""
+    if _ELSEWHERE.fullmatch(value) or _INPUT.search(option):
+        return False
+    # The value of another option, such as `--save-strategy epoch`, may be a choice.
+    is_path = "/" in value or "." in value
+    return bool(_FOLDER.fullmatch(option) or (_OUTPUT.fullmatch(option) and is_path))
