@@ -207,7 +207,8 @@ def print_end_and_exit(run: toolkit.Run) -> None:
 
 
 def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
-    """Print how a run ended, and its first failure."""
+    """Print how a run ended, its first failure, and what has interrupted it."""
+    from toolkit.runs.restarts import in_words, restarts_in
     from toolkit.runs.stacks import steps_left_out
 
     if status.state is toolkit.RunState.FAILED:
@@ -215,7 +216,9 @@ def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     if run.run_dir and (why := steps_left_out(run.run_dir)):
         _say(run, f"{run.name}: log_pattern: {why}")
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
-    _say(run, f"{run.name}: {status.state.upper()}{in_parentheses(status.reason)}{where}")
+    restarts = restarts_in(run.run_dir) if run.run_dir and not run.points else []
+    after = f" after {in_words(restarts)}" if restarts else ""
+    _say(run, f"{run.name}: {status.state.upper()}{in_parentheses(status.reason)}{after}{where}")
 
 
 def in_parentheses(reason: str) -> str:

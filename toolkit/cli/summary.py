@@ -18,6 +18,7 @@ from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import Progress, ProgressReader
 from toolkit.runs.rank_waits import newest_waits
+from toolkit.runs.restarts import in_words, restarts_in
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler, steps_left_out
@@ -102,6 +103,7 @@ def summary_of(
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
             "log_pattern": _left_out(run, status),
+            "restarts": _restarts(run),
             "failure": failure,
         }
     point_statuses = run.statuses()
@@ -206,6 +208,21 @@ def _ranks(run: Run, status: RunStatus) -> dict[str, Any] | None:
     return {"summary": str(waits), **asdict(waits)} if waits else None
 
 
+def _restarts(run: Run) -> dict[str, Any] | None:
+    """Return what has interrupted a run, where this machine sees its run directory."""
+    if run.run_dir is None:
+        return None
+    found = restarts_in(run.run_dir, mask_of(run.run_dir))
+    if not found:
+        return None
+    return {
+        "summary": in_words(found),
+        "count": len(found),
+        "away_s": sum(one.away_s for one in found),
+        "each": [asdict(one) for one in found],
+    }
+
+
 def _failure(run: Run) -> dict[str, Any] | None:
     try:
         failure = run.failure()
@@ -231,7 +248,7 @@ def summary_fields(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "waits for", value
         elif key == "failure" and value:
             yield key, headline(value["summary"])
-        elif key in ("progress", "ranks", "goodput") and value:
+        elif key in ("progress", "ranks", "goodput", "restarts") and value:
             yield key, value["summary"]
         elif key not in ("points", "expected_start", "place_in_queue") and value not in (None, ""):
             yield key, run_directory.figures(value) if isinstance(value, dict) else str(value)

@@ -203,16 +203,28 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
         failures = [one for one in own if not one.message.startswith(_TOLD)]
     if not failures:
         return None
-    earlier = []
+    earlier = earlier_failures(attempt, starts, bases)
+    return replace(first_of(failures), earlier=tuple(earlier[number] for number in sorted(earlier)))
+
+
+def earlier_failures(
+    attempt: Path, starts: Iterable[RankStart], bases: Mapping[str, int]
+) -> dict[int, Failure]:
+    """Return what failed first in each start after which torchrun has started the ranks anew.
+
+    The keys are the numbers of restarts before it. `bases` has the first rank of each node, by the
+    node's key, where it is known.
+    """
     before: defaultdict[int, list[RankStart]] = defaultdict(list)
     for start in starts:
         if not start.last:
             before[start.restart].append(start)
-    for _, ranks in sorted(before.items()):
+    found: dict[int, Failure] = {}
+    for restart, ranks in before.items():
         judged = [_judged(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
         if any(judged):
-            earlier.append(first_of(filter(None, judged)))
-    return replace(first_of(failures), earlier=tuple(earlier))
+            found[restart] = first_of(filter(None, judged))
+    return found
 
 
 def first_of(failures: Iterable[Failure]) -> Failure:

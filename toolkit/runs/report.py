@@ -27,6 +27,7 @@ from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.runs.log_reader import attempt_folders, nodes_of
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
+from toolkit.runs.restarts import in_words, restarts_in
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import Stall, stalls_of, steps_left_out
 from toolkit.runs.state import RunState, RunStatus
@@ -234,6 +235,7 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
         "uri": run.uri,
         "state": facts.status.state.upper(),
         "reason": mask.hide(facts.status.reason),
+        "after": in_words(restarts_in(run.run_dir, mask)) if run.run_dir else "",
         "created": created.isoformat(sep=" ", timespec="seconds"),
         "run_dir": str(run.run_dir) if run.run_dir else "",
         "step": step,

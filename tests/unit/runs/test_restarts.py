@@ -1,0 +1,99 @@
+"""What has interrupted a run: the restarts of torchrun, and attempts that others have followed."""
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from toolkit.runs.restarts import in_words, restarts_in
+from toolkit.text.secret_scan import Mask
+
+NOON = datetime(2026, 11, 28, 12).timestamp()
+
+
+def start(attempt: Path, restart: int, *, at: float, node: int = 0, error: str = "") -> None:
+    """Leave what torchrun leaves of a start of a rank, at so many seconds past noon."""
+    rank = attempt / f"node-{node}/7_x/attempt_{restart}/0"
+    rank.mkdir(parents=True)
+    (rank / "stderr.log").touch()
+    if error:
+        content = {"message": {"message": error, "extraInfo": {"timestamp": str(NOON + at + 5)}}}
+        (rank / "error.json").write_text(json.dumps(content))
+        os.utime(rank / "error.json", (NOON + at + 5,) * 2)
+    os.utime(rank.parent, (NOON + at,) * 2)
+
+
+def ended(attempt: Path, *, at: float, reason: str) -> None:
+    for name, text in (("exit_status", "1"), ("reason", reason)):
+        (attempt / name).write_text(f"{text}\n")
+        os.utime(attempt / name, (NOON + at,) * 2)
+
+
+@pytest.fixture
+def attempts(tmp_path: Path) -> list[Path]:
+    """The folders of two attempts."""
+    folders = [tmp_path / f"logs/attempt-{number}" for number in range(2)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+def test_a_run_without_interruptions_has_none(attempts: list[Path], tmp_path: Path) -> None:
+    start(attempts[0], 0, at=0)
+    attempts[1].rmdir()
+    assert (restarts_in(tmp_path), in_words([])) == ([], "")
+    assert restarts_in(tmp_path / "nothing") == []
+
+
+def test_a_rank_that_torchrun_has_started_again_is_named(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    attempts[1].rmdir()
+    start(attempts[0], 0, at=0)
+    start(attempts[0], 1, at=70)
+    failed = "failed (exitcode: -9) local_rank: 0 (pid: 9)"
+    log = f"[rank 0] x\nE1128 12:00:10.500000 7 torch/x.py:1] {failed}\n"
+    (attempts[0] / "node-0.log").write_text(f"{log}Exxxx failed (exitcode: 1)\n")
+    os.utime(attempts[0], (NOON + 70,) * 2)
+    (one,) = restarts_in(tmp_path)
+    assert (one.attempt, one.restart, one.time, one.away_s) == (0, 0, NOON + 10.5, 59.5)
+    assert in_words([one]) == (
+        "1 restart: local rank 0 on node-0: killed by SIGKILL at 12:00, 59.5 s until the next start"
+    )
+
+
+def test_an_exception_is_named_before_what_torchrun_has_logged(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    attempts[1].rmdir()
+    start(attempts[0], 0, at=0, error="ValueError: bad luck with a-secret-value")
+    start(attempts[0], 1, at=70)
+    (one,) = restarts_in(tmp_path, Mask([("KEY", "a-secret-value")]))
+    assert "ValueError: bad luck with ***KEY***" in one.why
+
+
+def test_attempts_that_others_have_followed_are_told_with_their_reasons(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    start(attempts[0], 0, at=0)
+    ended(attempts[0], at=30, reason="preempted: Slurm has taken the nodes; queued again")
+    start(attempts[1], 0, at=150)
+    (one,) = restarts_in(tmp_path)
+    assert str(one) == (
+        "preempted: Slurm has taken the nodes at 12:00, 2 min 0 s until the next start"
+    )
+    assert in_words([one, one]) == f"2 restarts, 4 min 0 s in all; the last: {one}"
+
+
+def test_torn_and_foreign_lines_are_no_restart(attempts: list[Path], tmp_path: Path) -> None:
+    start(attempts[0], 0, at=0)
+    start(attempts[0], 3, at=50)  # torchrun's folders in between are gone
+    ended(attempts[0], at=30, reason="")
+    (attempts[0] / "node-0.log").write_text(
+        "E9999 99:99:99.9 7 x] failed (exitcode: -9) local_rank: 0 (pid: 1)\n"
+    )
+    found = restarts_in(tmp_path)
+    assert [one.attempt for one in found] == [0, 0]
+    assert all(one.away_s >= 0 for one in found)

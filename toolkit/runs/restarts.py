@@ -1,0 +1,144 @@
+"""What has interrupted a run, also one that has succeeded, and how long its ranks were away."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import zip_longest
+from pathlib import Path
+
+from toolkit.runs.failure import earlier_failures, first_failure, killed_by
+from toolkit.runs.log_reader import attempt_folders, attempt_spans, end_of, modified_at
+from toolkit.runs.rank_folders import RankStart, starts_of
+from toolkit.runs.run_directory import reason_of
+from toolkit.text.quantities import rounded_duration
+from toolkit.text.secret_scan import Mask
+
+_MOST_ATTEMPTS = 100
+"""So many newest attempts are looked at."""
+
+_LOG_BYTES, _MOST_NOTICED = 8 << 20, 1000
+_NOTICED = re.compile(
+    r"^E(\d{4}) (\d\d:\d\d:\d\d\.\d{1,6}) .*failed \(exitcode: (-?\d{1,9})\) "
+    r"local_rank: (\d{1,9}) \(pid: ",
+    re.MULTILINE,
+)
+"""What torchrun logs when a rank has failed, also where it starts the ranks again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """An interruption after which the ranks were started again."""
+
+    attempt: int
+    """The attempt that was interrupted."""
+
+    restart: int
+    """How often torchrun had started its ranks anew within that attempt."""
+
+    why: str
+    """The rank that failed first, and how; else the attempt's reason."""
+
+    time: float
+    """When, in seconds since 1970."""
+
+    away_s: float
+    """Seconds until the ranks were started again."""
+
+    def __str__(self) -> str:
+        """Describe it in a line."""
+        when = f"{datetime.fromtimestamp(self.time):%H:%M}"
+        return f"{self.why} at {when}, {rounded_duration(self.away_s)} until the next start"
+
+
+def restarts_in(run_dir: Path, mask: Mask | None = None) -> list[Restart]:
+    """Return the restarts of a run, the oldest first; only those of the newest 100 attempts."""
+    attempts = attempt_folders(run_dir)[-_MOST_ATTEMPTS:]
+    found: list[Restart] = []
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        starts = starts_of(attempt)
+        found += _in_job(run_dir, attempt, starts)
+        if following is not None:
+            found.append(_of_attempt(run_dir, attempt, starts, following))
+    return [_masked(one, mask) for one in found] if mask else found
+
+
+def in_words(restarts: Sequence[Restart]) -> str:
+    """Return how often a run was interrupted, and what came last; empty where it never was."""
+    if not restarts:
+        return ""
+    *earlier, last = restarts
+    if not earlier:
+        return f"1 restart: {last}"
+    away = rounded_duration(sum(one.away_s for one in restarts))
+    return f"{len(restarts)} restarts, {away} in all; the last: {last}"
+
+
+def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterator[Restart]:
+    """Yield the restarts that torchrun itself has made in an attempt."""
+    groups: defaultdict[int, list[RankStart]] = defaultdict(list)
+    for start in starts:
+        groups[start.restart].append(start)
+    if len(groups) < 2:
+        return
+    noticed = _noticed(run_dir, attempt, year=datetime.fromtimestamp(modified_at(attempt)).year)
+    failures = earlier_failures(attempt, starts, {})
+    before = 0.0
+    for number in sorted(groups)[:-1]:
+        began = min((_began(start) for start in groups.get(number + 1, ())), default=before)
+        seen = [one for one in noticed if before <= one[0] <= began]
+        failure, (time, why) = failures.get(number), min(seen, default=(began, "unknown"))
+        yield Restart(
+            attempt=int(attempt.name.removeprefix("attempt-")),
+            restart=number,
+            why=str(failure) if failure else why,
+            time=time,
+            away_s=began - time,
+        )
+        before = began
+
+
+def _of_attempt(
+    run_dir: Path, attempt: Path, starts: Sequence[RankStart], following: Path
+) -> Restart:
+    """Return the end of an attempt that another one has followed."""
+    number = int(attempt.name.removeprefix("attempt-"))
+    failure, (word, text) = first_failure(run_dir, number), reason_of(attempt)
+    why = text.rpartition("; ")[0] or text or "ended without a word"
+    ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
+    time = failure.time if failure else max(ended)
+    later = [_began(start) for start in starts_of(following)]
+    began = min(later) if later else modified_at(following / "since")
+    return Restart(
+        attempt=number,
+        restart=max((start.restart for start in starts), default=0),
+        why=f"{word}: {failure}" if failure else why,
+        time=min(time, began),
+        away_s=max(began - time, 0.0),
+    )
+
+
+def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[tuple[float, str]]:
+    """Return when torchrun has noticed each failure in an attempt, and what it has logged."""
+    found: list[tuple[float, str]] = []
+    for span in attempt_spans(run_dir, int(attempt.name.removeprefix("attempt-"))):
+        text = end_of(span, _LOG_BYTES).decode(errors="replace")
+        node = f" on {span.path.stem}" if span.path.parent == attempt else ""
+        for day, clock, code, local_rank in _NOTICED.findall(text)[-_MOST_NOTICED:]:
+            try:
+                when = datetime.strptime(f"{year}{day} {clock}", "%Y%m%d %H:%M:%S.%f")
+            except ValueError:
+                continue
+            how = killed_by(-int(code)) if code.startswith("-") else f"exit status {code}"
+            found.append((when.timestamp(), f"local rank {local_rank}{node}: {how}"))
+    return found
+
+
+def _began(start: RankStart) -> float:
+    """Return when the ranks of a start were given their folders."""
+    return modified_at(start.folder.parent)
+
+
+def _masked(restart: Restart, mask: Mask) -> Restart:
+    return replace(restart, why=mask.hide(restart.why))
