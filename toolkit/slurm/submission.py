@@ -268,9 +268,10 @@ def _send_once(
         except LauncherError as error:  # from the look at the queue
             why = str(error)
             continue
-        answer = re.fullmatch(r"(\d{1,18})(;.*)?", done.stdout.strip())
-        if done.returncode == 0 and answer:
-            return replace(job, job_id=answer[1])
+        # At some sites sbatch is a script that prints more, before and after the job's id.
+        ids = re.findall(r"^(\d{1,18})(?:;.*)?$", done.stdout.replace("\r", ""), re.MULTILINE)
+        if done.returncode == 0 and ids:
+            return replace(job, job_id=ids[-1])
         killed = done.returncode < 0 or done.returncode >= 128
         if not killed and done.returncode != DOUBTFUL and not _NO_ANSWER.search(done.stderr):
             raise refused("sbatch", done)

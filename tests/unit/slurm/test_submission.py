@@ -137,6 +137,29 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
     assert seen == ["scontrol", *asked]
 
 
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "7\n",
+        "7;c\r\n",
+        "---- Welcome to site 12 ----\n--> Verifying job 3 ... OK\n7;c\n",
+        "No reservation for this job\n\x1b[32mok\x1b[0m\n7\n--> See you\n",
+    ],
+)
+def test_what_a_sites_sbatch_prints_around_the_id_is_no_doubt(printed: str, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        asked.append(argv[0])
+        said = printed if argv[0] == "sbatch" else "ClusterName = c\n"
+        return subprocess.CompletedProcess(argv, 0, said, "module: loaded\n")
+
+    profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
+    job = toolkit.JobSpec(name="probe", command=("true",))
+    run = SlurmLauncher(profile, command=command).submit(toolkit.plan(job, profile))
+    assert (run.uri, asked) == ("slurm://c/7", ["scontrol", "sbatch"])
+
+
 def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,7 +208,8 @@ class SshLoginNode(LoginNode):
 
     def answers(self, folder: RunFolder, keys: Sequence[str]) -> dict[str, str]:
         """Return what sbatch has answered; a connection that was cut off is waited for."""
-        lines = [f"[ ! -e submitted/{key} ] || echo {key} $(cat submitted/{key})" for key in keys]
+        own = "grep -xE '[0-9]+(;.*)?' submitted/{key} | tail -n 1"  # among what a site prints
+        lines = [f"[ ! -e submitted/{key} ] || echo {key} $({own.format(key=key)})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
         pairs = (line.partition(" ") for line in self._ssh.bash(script).stdout.splitlines())
         return {key: answer for key, _, answer in pairs}
