@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError, in_one_line
-from toolkit.job.spec import load, read_job
+from toolkit.job.spec import JobSpec, load, read_job
 from toolkit.lint import check as lint
 from toolkit.lint.folders import files_to_check, is_folder
 from toolkit.lint.manifests.rules.schema import Schemas, is_known, read_schemas, schemas_of
 from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
+from toolkit.lint.training.script import read_training_script
 from toolkit.planning import plan
 from toolkit.planning.arguments import argument_problems
 from toolkit.planning.kubernetes import KubernetesPlan
@@ -213,9 +214,11 @@ def _job_findings(
     """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
     findings = [finding(problem, document) for problem in argument_problems(job)]
+    kinds = set[str]()
     for name in to:
         try:
             profile = as_profile(name)
+            kinds.add(profile.kind)
             made = plan(job, profile)
             if isinstance(made, KubernetesPlan):
                 plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
@@ -225,7 +228,33 @@ def _job_findings(
         except InputError as error:
             places = document if isinstance(error, PlanError) else None
             findings += (finding(problem, places) for problem in error.problems)
-    return findings
+    entry = _entry_problems(job, path, is_here=kinds == {"local"})
+    return [*findings, *(finding(problem, document) for problem in entry)]
+
+
+def _entry_problems(job: JobSpec, path: Path, *, is_here: bool) -> Iterator[Problem]:
+    """Yield why the job's script cannot be started.
+
+    Args:
+        job: The job.
+        path: Its file.
+        is_here: Whether it runs on this machine; elsewhere, the script need not lie here.
+    """
+    if job.script is None or job.carried:
+        return
+    folder = Path(job.workdir or ".")
+    # A job may be checked from another folder than the one in which it will be submitted.
+    places = (folder / job.script, path.parent / job.script)
+    script = next((place for place in places if place.is_file()), None)
+    if script is None:
+        if is_here:
+            message = f"script: there is no file {job.script!r} in {str(folder.absolute())!r}"
+            yield Problem(message=message, key=("script",))
+    elif script.suffix == ".py":
+        try:
+            read_training_script(read_text(script), str(script))
+        except InputError as error:
+            yield from error.problems
 
 
 def _shortened(made: KubernetesPlan) -> KubernetesPlan:
