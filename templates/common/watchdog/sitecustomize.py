@@ -33,30 +33,37 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def prepare() -> None:
-    """Prepare this process if it is a rank or a rank's child process."""
-    environ, own = os.environ, os.getpid()
-    is_started_by_torchrun = (
-        "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit()
-    )
-    if PIDS not in environ and not is_started_by_torchrun:
-        return
-    ancestors = ancestors_of(own)
-    rank, *above = [int(pid) for pid in environ.get(PIDS, "0").split()]
-    is_rank = rank not in ancestors  # the variable may come from a rank that has submitted this job
-    if is_rank and not is_started_by_torchrun:
-        return
-    if is_rank:
-        rank, above = own, ancestors
-        environ[PIDS] = " ".join(map(str, [own, *ancestors]))
+    """Prepare this process if it is a rank, a rank's child process, or what may fork ranks."""
+    environ = os.environ
     if os.path.exists(os.path.join(HERE, "rank_children.py")):
         import rank_children
+    if PIDS in environ:
+        rank, *above = [int(pid) for pid in environ[PIDS].split()]
+        if rank in ancestors_of(os.getpid()):
+            if "rank_children" in sys.modules:
+                rank_children.protect(rank, above)
+            return
+        del environ[PIDS]  # of a rank that has submitted this job
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit():
+        become_rank()
+        if "TRAIN_WATCHDOG" in environ:
+            import rank_watch
 
-        rank_children.protect(rank, above)
-    if is_rank and "TRAIN_WATCHDOG" in environ:
-        import rank_watch
+            rank_watch.open_to_watchdog(environ["TRAIN_WATCHDOG"])
+            rank_watch.go_on_in_wandb()
+    else:
+        os.register_at_fork(after_in_child=become_rank)  # torchrun, with --start-method=fork
 
-        rank_watch.open_to_watchdog(environ["TRAIN_WATCHDOG"])
-        rank_watch.go_on_in_wandb()
+
+def become_rank() -> None:
+    """Have this rank's child processes know it, and outlive a stop."""
+    if PIDS in os.environ:  # a child process of a rank that was forked
+        return
+    own = os.getpid()
+    ancestors = ancestors_of(own)
+    os.environ[PIDS] = " ".join(map(str, [own, *ancestors]))
+    if rank_children := sys.modules.get("rank_children"):
+        rank_children.protect(own, ancestors)
 
 
 def load_hidden() -> None:

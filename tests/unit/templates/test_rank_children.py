@@ -116,6 +116,33 @@ def test_a_child_works_on_until_its_rank_has_done_with_it(
     until((tmp_path / "flushed").exists, "the child has flushed")
 
 
+FORKS = (
+    ASKS.replace('if __name__ == "__main__":', "def run():")
+    + """
+if __name__ == "__main__":
+    rank = os.fork()
+    if rank == 0:
+        os.setsid()
+        run()
+        sys.exit(0)
+    sys.stdin.readline()
+    os.killpg(rank, signal.SIGTERM)
+    os.wait()
+"""
+)
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_rank_that_torchrun_forks_has_its_children_protected(
+    how: str, script: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    """So do calls of functions start, whose ranks find torch imported."""
+    torchrun = script(FORKS, how, str(tmp_path), LOCAL_RANK="")
+    assert lines(torchrun) == ["child has begun"]
+    said, errors = torchrun.communicate("\n", timeout=60)
+    assert said.startswith("child has more\n"), (torchrun.returncode, errors)
+
+
 LEAVES = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
