@@ -20,7 +20,8 @@ while words[0].startswith("--"):
     options.append(words.pop(0))
 nodes = next(int(o.split("=")[1]) for o in options if o.startswith("--nodes="))
 for node in range(nodes):
-    environ = dict(os.environ, SLURM_NODEID=str(node), SLURMD_NODENAME=f"node{{node + 1}}")
+    own = dict(SLURM_NODEID=str(node), SLURMD_NODENAME=f"node{{node + 1}}", SLURM_STEP_ID="3")
+    environ = dict(os.environ, **own)
     done = subprocess.run(words, env=environ)
     if done.returncode:
         sys.exit(done.returncode)

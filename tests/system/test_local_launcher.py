@@ -16,6 +16,7 @@ from tests.fakes import fake_slurm
 from tests.support.processes import with_environment
 from toolkit.local.launcher import LocalLauncher
 from toolkit.runs import run_directory
+from toolkit.runs.state import RunState
 
 JOB = """
 name: probe
@@ -562,3 +563,26 @@ def _profile(folder: Path) -> Path:
     path = folder / "here.yaml"
     path.write_text(f"kind: local\nruns_dir: {folder / 'runs'}\n")
     return path
+
+
+def test_a_run_inside_a_rank_gets_nothing_of_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = {
+        "LOCAL_RANK": "3",
+        "PET_NNODES": "4",
+        "TORCHELASTIC_RUN_ID": "outer",
+        "TRAIN_JOINS": "yes",
+        "WANDB_RUN_ID": "outer",
+    }
+    for name, value in {**outer, "CUDA_VISIBLE_DEVICES": "", "OWN": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    command = ["bash", "-c", 'env -0 >"$TRAIN_RUN_DIR/seen"']
+    job = toolkit.JobSpec.model_validate({"name": "inner", "command": command})
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = LocalLauncher(profile).submit(toolkit.plan(job, profile))
+    assert run.wait(120).state is RunState.SUCCEEDED, "\n".join(run.logs())
+    assert run.run_dir is not None
+    seen = dict(line.split("=", 1) for line in (run.run_dir / "seen").read_text().split("\0")[:-1])
+    assert {name for name, value in outer.items() if seen.get(name) == value} == set()
+    assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"], seen["OWN"]) == ("0", "", "kept")

@@ -20,6 +20,7 @@ from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, provenance, registry, run_directory
+from toolkit.runs.environment import without_outer_job
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
 from toolkit.runs.run_secrets import require_secrets
@@ -228,7 +229,7 @@ class LocalLauncher(Launcher[LocalPlan]):
                     lock.fileno()
                 ],  # the lock is held as long as the supervisor, or the script, lives
                 start_new_session=True,
-                env={**os.environ, "PATH": path},
+                env={**without_outer_job(local=True), "PATH": path},
             )
             run_lock.note_pid(lock, child.pid)
         # No process waits for the supervisor; a Popen object that is thrown away would complain.

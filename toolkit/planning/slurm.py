@@ -39,6 +39,37 @@ _OPTIONS_OF_SCRIPT = {
 }
 """Options that the script sets itself, since it needs their values to control the container."""
 
+_STEP_VARIABLES = {
+    "CPUS_PER_GPU": "cpus-per-gpu",
+    "CPU_FREQ_REQ": "cpu-freq",
+    "DISTRIBUTION": "distribution",
+    "DIST_PLANESIZE": "distribution",
+    "GPUS": "gpus",
+    "GPUS_PER_NODE": "gpus-per-node",
+    "GPUS_PER_SOCKET": "gpus-per-socket",
+    "GPUS_PER_TASK": "gpus-per-task",
+    "GPU_BIND": "gpu-bind",
+    "GPU_FREQ": "gpu-freq",
+    "HINT": "hint",
+    "MEM_BIND": "mem-bind",
+    "MEM_BIND_LIST": "mem-bind",
+    "MEM_BIND_TYPE": "mem-bind",
+    "MEM_BIND_VERBOSE": "mem-bind",
+    "MEM_PER_CPU": "mem-per-cpu",
+    "MEM_PER_GPU": "mem-per-gpu",
+    "MEM_PER_NODE": "mem",
+    "NTASKS_PER_CORE": "ntasks-per-core",
+    "NTASKS_PER_GPU": "ntasks-per-gpu",
+    "NTASKS_PER_SOCKET": "ntasks-per-socket",
+    "NTASKS_PER_TRES": "ntasks-per-gpu",
+    "OVERCOMMIT": "overcommit",
+    "PROFILE": "profile",
+    "THREADS_PER_CORE": "threads-per-core",
+    "TRES_BIND": "tres-bind",
+    "TRES_PER_TASK": "tres-per-task",
+}
+"""Options of sbatch that srun inherits, by the variable SLURM_… that sbatch sets for each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmPlan(plans.LaunchPlan):
@@ -86,6 +117,12 @@ class SlurmPlan(plans.LaunchPlan):
     def in_turns(self) -> "SlurmPlan":
         """Return this plan for a chain: several jobs that continue one run in turn."""
         return replace(self, chain=True)
+
+    @property
+    def unrequested(self) -> tuple[str, ...]:
+        """The endings of SLURM_… for options that srun inherits and this job does not set."""
+        options = {name for name, _ in self.sbatch}
+        return tuple(name for name, option in _STEP_VARIABLES.items() if option not in options)
 
     @property
     def image_file(self) -> str | None:

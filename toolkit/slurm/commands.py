@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.runs.environment import without_outer_job
 from toolkit.slurm.status import WAITS_FOR_TURN, JobRow, Place
 
 ANSWER_BYTES = 64 << 20
@@ -187,11 +188,8 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_way_out()}")
-    # What people set for their own listings (SQUEUE_PARTITION, …) would hide jobs from us.
-    hidden = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     limit_s = ANSWER_S if only_asks(argv) else math.inf
-    return run_limited(argv, environ=environ, limit_s=limit_s)
+    return run_limited(argv, environ=without_outer_job(), limit_s=limit_s)
 
 
 def ask_mine(command: Command) -> list[JobRow]:

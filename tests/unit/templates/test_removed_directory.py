@@ -16,7 +16,7 @@ class Script:
     def __init__(self, folder: Path, torchrun: str) -> None:
         self.folder, self.run_dir = folder, folder / "run"
         self.environ = fake_slurm.install(folder, nodes=1) | {"SLURM_JOB_NUM_NODES": "1"}
-        self.environ |= {"SLURM_STEP_ID": "0", "SLURM_JOB_PARTITION": "p"}
+        self.environ |= {"SLURM_JOB_PARTITION": "p"}
         (folder / "bin/torchrun").write_text(f"#!/bin/sh\n{torchrun}\n")
         job = job_of(retries={"requeue": 2})
         (folder / "script.sh").write_text(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
+from toolkit.runs.environment import without_outer_job
 from toolkit.slurm import commands
 
 _OPTIONS = (
@@ -113,7 +114,9 @@ class SshConnection:
         Raises:
             SchedulerMissing: the command does not exist there.
         """
-        hidden = "unset ${!SQUEUE_*} ${!SACCT_*} SLURM_TIME_FORMAT SLURM_CLUSTERS"
+        hidden = (
+            "unset ${!SQUEUE_*} ${!SACCT_*} ${!SINFO_*} ${!SCANCEL_*} SLURM_{TIME_FORMAT,CLUSTERS}"
+        )
         limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
         done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
         if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
@@ -154,7 +157,9 @@ class SshConnection:
         if shutil.which(argv[0]) is None:
             raise SchedulerMissing(f"{argv[0]} is not in PATH here; a profile with `via` needs it")
         try:
-            return commands.run_limited(argv, stdin=stdin, limit_s=limit_s, show=show)
+            return commands.run_limited(
+                argv, stdin=stdin, environ=without_outer_job(), limit_s=limit_s, show=show
+            )
         except commands.TooLong as error:
             raise Hung(self._why_lost(str(error))) from None
 
