@@ -53,8 +53,7 @@ class RunStatus:
     files."""
 
     expected_start: str = ""
-    """When the scheduler expects to start it, in the scheduler's words (local time there), or
-    empty."""
+    """When the scheduler expects to start it, in ISO 8601 with an offset, or empty."""
 
     place_in_queue: int | None = None
     """Its place among the jobs that wait for the same partition; 1 is the next one. None where it

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
@@ -63,6 +64,10 @@ _SQUEUE_ROW = re.compile(
 )
 """What people write comes last. A line that does not begin like a job belongs to the command above
 it: arguments may hold newlines."""
+
+TIME_FORMAT = "SLURM_TIME_FORMAT"
+"""Makes squeue print times in seconds since 1970: its default format has no offset, and the cluster
+may be in another time zone. sbatch would pass it to the job."""
 
 _PLACES_FORMAT = "%A|%Q|%P|%r"
 _PLACES_ROW = re.compile(r"(\d{1,18})\|(\d{1,18})\|([^|]+)\|(.*)")
@@ -188,8 +193,10 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_way_out()}")
-    limit_s = ANSWER_S if only_asks(argv) else math.inf
-    return run_limited(argv, environ=without_outer_job(), limit_s=limit_s)
+    if not only_asks(argv):
+        return run_limited(argv, environ=without_outer_job())
+    environ = without_outer_job() | {TIME_FORMAT: "%s"}
+    return run_limited(argv, environ=environ, limit_s=ANSWER_S)
 
 
 def ask_mine(command: Command) -> list[JobRow]:
@@ -237,12 +244,23 @@ def _squeue(command: Command, *selection: str) -> list[JobRow]:
         JobRow(
             job_id=match[1],
             word=match[2],
-            start="" if match[3] == "N/A" else match[3],
+            start=_time(match[3]),
             reason="" if match[4] == "None" else match[4],
             command="\n".join(lines),
         )
         for match, lines in found
     ]
+
+
+def _time(shown: str) -> str:
+    """Return a time of squeue in ISO 8601; "" for none.
+
+    >>> _time("N/A"), _time("2026-11-05T14:05:00")
+    ('', '2026-11-05T14:05:00')
+    """
+    if re.fullmatch(r"\d{1,11}", shown):
+        return datetime.fromtimestamp(int(shown)).astimezone().isoformat()
+    return "" if shown == "N/A" else shown
 
 
 def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:

@@ -91,7 +91,7 @@ class JobRow(NamedTuple):
     """The script and, before Slurm 24.11, its arguments."""
 
     start: str = ""
-    """When it has started or is expected to, in the cluster's local time; empty for unknown."""
+    """When it has started or is expected to, in ISO 8601 with an offset; empty for unknown."""
 
     @property
     def state(self) -> RunState:
@@ -192,16 +192,18 @@ def in_words(reason: str) -> str:
 def expected(start: str, *, now: datetime | None = None) -> str:
     """Return when a job is expected to start, or "" for a time that is unknown or over.
 
+    The time is shown in this machine's zone; one without an offset is taken to be in it.
+
     >>> expected("2026-11-05T14:05:00", now=datetime(2026, 11, 5, 13, 0))
     'expected to start 14:05'
     >>> expected("2026-11-06T09:00:00", now=datetime(2026, 11, 5, 13, 0))
     'expected to start Nov 6 09:00'
     """
     try:
-        at = datetime.fromisoformat(start)
-    except ValueError:
+        at = datetime.fromisoformat(start).astimezone()
+    except (ValueError, OverflowError):
         return ""
-    now = now or datetime.now()
+    now = (now or datetime.now()).astimezone()
     if at <= now:
         return ""
     day = "" if at.date() == now.date() else f"{at:%b} {at.day} "

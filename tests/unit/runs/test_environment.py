@@ -75,4 +75,5 @@ def test_programs_of_slurm_and_ssh_get_it(programs: Path) -> None:
     for text in printed:
         assert "SLURM_CONF=7" in text
         assert "SLURM_MEM_PER_CPU" not in text
+        assert ("SLURM_TIME_FORMAT" in text) == (text is printed[2]), "sbatch passes it to the job"
         assert "\nRANK=" not in f"\n{text}"

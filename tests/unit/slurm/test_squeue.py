@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
 from toolkit.runs.registry import RunRecord
-from toolkit.slurm.commands import ask_jobs, ask_mine, ask_places
+from toolkit.slurm.commands import Command, ask_jobs, ask_mine, ask_places, run_command
+from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
 
 
@@ -155,6 +157,32 @@ def test_the_answer_of_24_11_is_read_alike(slurm: Slurm) -> None:
 )
 def test_the_expected_start_is_told_as_people_do(start: str, said: str) -> None:
     assert expected(start, now=datetime(2026, 11, 5, 13, 0)) == said
+
+
+@pytest.mark.parametrize("command", [run_command, SshConnection("there").command])
+def test_the_expected_start_is_told_in_the_zone_of_the_reader(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster is in Honolulu, and the reader in Zurich."""
+    row = "==job|1|PENDING|$(TZ=Pacific/Honolulu date -d @32503680000 "
+    (tmp_path / "squeue").write_text(
+        f'#!/bin/sh\necho "{row}+${{SLURM_TIME_FORMAT:-%FT%T}})|Priority|/r/x.sbatch"\n'
+    )
+    (tmp_path / "ssh").write_text('#!/bin/sh\n[ "$1" = -G ] || exec bash -s\n')
+    for program in ("squeue", "ssh"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("TZ", "Europe/Zurich")
+    time.tzset()
+    try:
+        (job,) = ask_mine(command)
+        status = status_of(job, None)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert status.expected_start == "3000-01-01T01:00:00+01:00"
+    assert status.reason.endswith("expected to start Jan 1 01:00")
 
 
 def test_what_a_job_waits_for_is_told_in_words() -> None:

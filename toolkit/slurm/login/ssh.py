@@ -114,11 +114,11 @@ class SshConnection:
         Raises:
             SchedulerMissing: the command does not exist there.
         """
-        hidden = (
-            "unset ${!SQUEUE_*} ${!SACCT_*} ${!SINFO_*} ${!SCANCEL_*} SLURM_{TIME_FORMAT,CLUSTERS}"
-        )
-        limit_s = commands.ANSWER_S if commands.only_asks(argv) else None
-        done = self.bash(f"{hidden}\n{shlex.join(argv)}", limit_s=limit_s)
+        hidden = "unset ${!SQUEUE_*} ${!SACCT_*} ${!SINFO_*} ${!SCANCEL_*} SLURM_CLUSTERS"
+        asks = commands.only_asks(argv)
+        times = f"export {commands.TIME_FORMAT}=%s" if asks else f"unset {commands.TIME_FORMAT}"
+        limit_s = commands.ANSWER_S if asks else None
+        done = self.bash(f"{hidden}\n{times}\n{shlex.join(argv)}", limit_s=limit_s)
         if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
             raise SchedulerMissing(
                 f"no Slurm on {self.name}: {argv[0]} is not in the PATH of a login shell there; "
