@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 
 from toolkit.errors import Problem, RenderError, nearest
+from toolkit.job.types import ArgumentWord
 from toolkit.rendering.environment import configured, templates_folder
 
 MEMORY_BYTES = 256 << 20
@@ -72,6 +73,8 @@ def main() -> None:
     _limit(request["cpu_s"], output_bytes=8 * most)
     for plan in plans:
         known = {"plan": plan, "job": plan["job"], "profile": plan["profile"]}
+        for holder in (plan, plan["job"]):
+            mark_arguments(holder["entry"], len(plan["job"]["args"]))
         known["version"] = request["version"]
         try:
             answer = {"text": _text(environment, name, known, min(most, _MOST))}
@@ -83,6 +86,12 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
         if "text" not in answer:
             return
+
+
+def mark_arguments(entry: list[str], count: int) -> None:
+    """Have the last words of an entry, the job's `args`, known as such to the filters."""
+    first = len(entry) - count
+    entry[first:] = map(ArgumentWord, entry[first:])
 
 
 def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any], most: int) -> str:
@@ -209,4 +218,4 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Whether a template may see an attribute of a value."""
         if isinstance(obj, _OF_JINJA):
             return super().is_safe_attribute(obj, attr, value)
-        return attr in METHODS.get(type(obj), ())
+        return attr in METHODS.get(str if isinstance(obj, str) else type(obj), ())

@@ -76,7 +76,9 @@ def plain(value: object) -> Any:
     """
     if isinstance(value, enum.Enum):
         return value.value
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return str(value)  # the process finds the words of `args` by itself
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Path):
         return str(value)

@@ -42,6 +42,18 @@ def rendered(profile: toolkit.Profile) -> str:
     return toolkit.render(toolkit.plan(job, profile))
 
 
+@pytest.mark.parametrize("kind", sorted(TEMPLATES))
+def test_a_sites_templates_expand_arguments_as_ours_do(kind: str, tmp_path: Path) -> None:
+    profile = write(tmp_path, f"{{% extends 'toolkit/{TEMPLATES[kind]}' %}}", kind=kind)
+    args = ("--out=$TRAIN_RUN_DIR/x", "$HOME", "${TRAIN_ATTEMPT}")
+    job = toolkit.JobSpec(name="probe", module="train", image="i", args=args)
+    texts = {
+        toolkit.render(toolkit.plan(job, profile.model_copy(update={"templates_dir": folder})))
+        for folder in (None, profile.templates_dir)
+    }
+    assert len(texts) == 1
+
+
 def test_the_example_of_the_page_extends_the_script(tmp_path: Path) -> None:
     profile = write(tmp_path, example("jinja"))
     plain = rendered(profile.model_copy(update={"templates_dir": None})).splitlines()
