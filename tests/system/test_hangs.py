@@ -3,10 +3,8 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,24 +228,20 @@ def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: U
     assert min(waits.waits, key=waits.waits.__getitem__) == 2
 
 
-@pytest.fixture
-def no_loader_left(tmp_path: Path) -> Iterator[None]:
-    """End the DataLoader worker of the killed rank.
-
-    The worker checks only between samples whether its rank is alive. Where Slurm does not track
-    processes by cgroups, it stays on its node, and a later test there would wait for its end.
-    """
-    yield
-    script = os.fsencode(tmp_path / "hanging.py")
+def loaders(folder: Path) -> list[Path]:
+    """Return the processes that run the script, workers of its DataLoader among them."""
+    script, found = os.fsencode(folder / "hanging.py"), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if script in (process / "cmdline").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
+                found.append(process)
+    return found
 
 
 @pytest.mark.slurm
-@pytest.mark.usefixtures("no_loader_left")
-def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_on_another_node_is_named_and_killed(
+    site: Site, tmp_path: Path, until: Until
+) -> None:
     notify = {"command": f"cat >>{tmp_path}/told", "events": ["stall"]}
     resources = {"nnodes": 2, "cpus_per_node": 1}
     more = {"resources": resources, "stall_timeout": "8s", "notify": notify}
@@ -261,3 +255,5 @@ def test_a_rank_that_hangs_on_another_node_is_named_and_killed(site: Site, tmp_p
     assert stall["why"].startswith(f"no output for 8 s: rank 1 on {nodes[1]} {LACKS}")
     told = json.loads((tmp_path / "told").read_text())
     assert (told["event"], told["text"].partition(" stalls: ")[2]) == ("stall", stall["why"])
+    # Of the killed rank, too, whose worker hangs, and which Slurm does not track here by cgroups.
+    until(lambda: not loaders(tmp_path), "no worker of a loader is left")

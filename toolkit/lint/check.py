@@ -42,6 +42,7 @@ from toolkit.lint.training.rules import (
     process_group,
     sampler,
     spawn,
+    stop,
 )
 from toolkit.lint.training.script import read_training_script
 from toolkit.text.control import printable
@@ -55,7 +56,7 @@ SCRIPT_RULES = (
 """The rules for batch scripts."""
 
 TRAINING_RULES = TRAINING.order(
-    (data_parallel, sampler, loss, optimizer, process_group, spawn, checkpoint)
+    (data_parallel, sampler, loss, optimizer, process_group, spawn, checkpoint, stop)
 )
 """The rules for training scripts in Python."""
 
