@@ -256,22 +256,46 @@ def test_a_rank_whose_torchrun_was_ended_before_it_could_report_is_found(
     assert "rank 0 on node-0 has lost another rank, which left no word" in str(found)
 
 
-@pytest.mark.parametrize("word", ["cancelled", "preempted", "walltime", "done"])
-def test_what_was_stopped_has_not_failed(word: str, plain: toolkit.Run, tmp_path: Path) -> None:
+def test_what_is_done_has_not_failed(plain: toolkit.Run, tmp_path: Path) -> None:
     run_dir = copy_of(plain, tmp_path)
-    (run_dir / "logs/attempt-0/reason").write_text(f"{word}: by somebody\n")
+    (run_dir / "logs/attempt-0/reason").write_text("done: all steps made\n")
     assert first_failure(run_dir) is None
 
 
-@pytest.mark.parametrize(("outcome", "fails"), [("fatal", True), ("retryable", False)])
+@pytest.mark.parametrize("word", ["cancelled", "preempted", "walltime"])
+@pytest.mark.parametrize("kind", ["echo", "signal"])
+def test_what_was_stopped_has_not_failed(
+    word: str, kind: str, plain: toolkit.Run, tmp_path: Path
+) -> None:
+    """Its ranks were killed, or have lost each other; none has raised anything of its own."""
+    run_dir = copy_of(plain, tmp_path)
+    (run_dir / "logs/attempt-0/reason").write_text(f"{word}: by somebody\n")
+    lost = "RuntimeError: Connection closed by peer" if kind == "echo" else ""
+    for stderr in run_dir.glob("logs/attempt-0/node-*/*/attempt_0/0/stderr.log"):
+        stderr.write_text(f"Traceback (most recent call last):\n  x\n{lost}\n" if lost else "")
+    assert first_failure(run_dir) is None
+
+
+@pytest.mark.parametrize("word", ["cancelled", "preempted", "walltime"])
+def test_an_exception_that_a_rank_raises_while_it_is_stopped_is_told(
+    word: str, plain: toolkit.Run, tmp_path: Path
+) -> None:
+    run_dir = copy_of(plain, tmp_path)
+    (run_dir / "logs/attempt-0/reason").write_text(f"{word}: by somebody\n")
+    found = first_failure(run_dir)
+    assert found is not None
+    assert found.message == "ValueError: a sample without a label"
+
+
+@pytest.mark.parametrize("outcome", ["fatal", "retryable"])
 def test_what_failed_while_it_was_being_stopped_is_told(
-    outcome: str, fails: bool, plain: toolkit.Run, tmp_path: Path
+    outcome: str, plain: toolkit.Run, tmp_path: Path
 ) -> None:
     """The script of a job without restarts knows only that it was stopped."""
     run_dir = copy_of(plain, tmp_path)
     (run_dir / "logs/attempt-0/reason").write_text("walltime: out of time\n")
     (run_dir / "outcome.json").write_text(json.dumps({"status": outcome, "attempt": 0}))
-    assert (first_failure(run_dir) is not None) is fails
+    assert first_failure(run_dir) is not None
 
 
 def test_an_attempt_that_only_gave_up_leaves_the_failure_of_the_one_before(

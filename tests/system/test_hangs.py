@@ -174,8 +174,8 @@ def test_a_run_without_a_watchdog_says_so(tmp_path: Path) -> None:
     file.write_text(json.dumps({"name": "plain", "command": ["true"], "stall_timeout": "never"}))
     subprocess.run([TOOLKIT, "run", file], cwd=tmp_path, check=True, timeout=280)
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert not (run_dir / "logs/attempt-0/watchdog").exists()
-    assert "TRAIN_WATCHDOG" not in (run_dir / "run.sh").read_text()
+    assert not (run_dir / "logs/attempt-0/watchdog/watchdog.py").exists()
+    assert "stragglers" not in (run_dir / "run.sh").read_text()
 
 
 SLOW = """

@@ -62,7 +62,7 @@ def test_the_readme_job_file_is_the_main_job(tmp_path: Path) -> None:
 def test_the_readme_shows_real_messages(tmp_path: Path) -> None:
     shown = block("$ toolkit check").split("\n", 1)[1]
     (tmp_path / "my.yaml").write_text(
-        "name: mine\nmodule: train\n\nargs: [--lr, 1e-3]\nresources: {nnode: 2, memory: 64G}\n"
+        "name: mine\nmodule: train\n\nargs: [--resume, yes]\nresources: {nnode: 2, memory: 64G}\n"
     )
     done = subprocess.run(
         [TOOLKIT, "check", "my.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False

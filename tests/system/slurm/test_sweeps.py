@@ -125,10 +125,15 @@ def test_a_sweep_that_cannot_be_is_refused_with_its_line(
 
 def test_an_argument_that_is_no_text_is_told_beside_a_sweep(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("name: a\nmodule: m\nargs: [--epochs, 3]\nsweep: {grid: {--lr: [0.1, 0.2]}}\n")
+    path.write_text(
+        "name: a\nmodule: m\nargs: [--resume, yes]\nsweep: {grid: {--lr: [0.1, 0.2]}}\n"
+    )
     with pytest.raises(toolkit.SpecError) as refused:
         toolkit.load(path)
-    assert str(refused.value) == f'{path}:3: args[1]: 3 is not a string to YAML; write "3"'
+    assert (
+        str(refused.value)
+        == f'{path}:3: args[1]: yes is a boolean to YAML 1.1; write "yes" if you mean the text'
+    )
 
 
 def test_what_one_point_cannot_do_is_refused_by_its_number() -> None:
