@@ -167,7 +167,8 @@ def test_podman_has_mounts_variables_and_secrets_and_cancel_writes_a_checkpoint(
     workers = [entry for entry in shown if entry["command"].startswith("bash /given/worker.sh")]
     assert {entry["node"] for entry in workers} == set(hosts)
     said = "".join(entry["command"] for entry in shown)
-    said += "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    said += "".join(path.read_text(errors="replace") for path in files)
     assert not any(value in said for value in hidden.values())
     (folder / "go").touch()
     until(lambda: events(run, "checkpoint"), "a first checkpoint")

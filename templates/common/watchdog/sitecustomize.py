@@ -77,10 +77,8 @@ def load_hidden() -> None:
 
 
 if __name__ == "sitecustomize":
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # beside these files
     try:
         prepare()
     except Exception as error:  # the script must run all the same
         print(f"torch-deploy-toolkit: this rank is not prepared: {error}", file=sys.stderr)
-    sys.dont_write_bytecode = writes
     load_hidden()
