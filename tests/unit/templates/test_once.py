@@ -240,6 +240,7 @@ def test_with_restarts_too_a_stopped_step_that_srun_ends_with_0_is_done_only_if_
     logs = f"'{run_dir}/logs/attempt-0'"
     (tmp_path / "bin/srun").write_text(
         f"#!/bin/sh\ntrap '' TERM USR1\ntouch '{tmp_path}/ready'\n"
+        f"mkdir -p {logs}/node-0/7/attempt_0/0\n"  # as torchrun does when it starts ranks
         f"until [ -e {logs}/stopping ]; do sleep 0.1; done\necho {node_ends} >{logs}/ended-0\n"
     )
     job = toolkit.JobSpec.model_validate(

@@ -366,6 +366,17 @@ def test_a_preemption_with_grace_time_is_known_though_no_signal_comes(
     assert job.reason.endswith("; queued again")
 
 
+@pytest.mark.parametrize(("began", "word"), [(False, "cancelled"), (True, "done")])
+def test_a_torchrun_that_is_stopped_before_its_ranks_began_is_not_done(
+    job: Job, began: bool, word: str
+) -> None:
+    """It may end with 0, as may one whose ranks have come to their end meanwhile."""
+    if began:
+        (job.folder(0) / "node-0/7-0_x/attempt_0/0").mkdir(parents=True)
+    assert job.conclude(0, stopping="cancelled") == (0 if began else 1)
+    assert job.reason.startswith(f"{word}: ")
+
+
 # ---- A full disk, memory, a controller that is away, a later attempt
 
 
