@@ -1,4 +1,4 @@
-"""Rules about what a script does when it is told to stop."""
+"""Rules about the signal that stops a training."""
 
 import ast
 from collections.abc import Iterator
