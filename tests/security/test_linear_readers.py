@@ -55,6 +55,11 @@ MOST = 2.4
 FLOOR = {"instructions": 4000, "allocated": 150_000, "items": 500}
 """What counts as nothing: caches, tables that grow by steps."""
 
+COUNTS = 3
+"""How often a reader is counted until it is linear. `tracemalloc` counts the whole process, so a
+thread that another test has left behind adds to one count; a reader that is not linear fails each.
+"""
+
 PEAK_BASE, PEAK_EACH = 3 << 20, 60
 """Most bytes of memory: so many, and so many for each byte of the input."""
 
@@ -543,18 +548,27 @@ def test_work_is_linear_and_memory_is_bounded(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for limit, value in row.limits.items():
         monkeypatch.setattr(f"toolkit.runs.{limit}", value)
-    costs: list[Cost] = []
+    folders: list[Path] = []
     size = 0
     for count in (row.size, 2 * row.size, 4 * row.size):
-        folder = tmp_path / str(count)
-        size = written(folder, row.files(count))
-        if not costs:
-            row.reader(folder)  # imports, caches
-        costs.append(cost_of(lambda folder=folder: row.reader(folder)))  # type: ignore[misc]
-    for kind, floor in FLOOR.items():
-        first, second, third = (getattr(cost, kind) for cost in costs)
-        grows = (third - second) / max(second - first, floor)
-        assert grows <= MOST, f"{kind}: {first}, {second}, {third}"
+        folders.append(tmp_path / str(count))
+        size = written(folders[-1], row.files(count))
+    row.reader(folders[0])  # imports, caches
+    for _ in range(COUNTS):
+        costs = [cost_of(lambda folder=folder: row.reader(folder)) for folder in folders]  # type: ignore[misc]
+        wrong = beyond_linear(costs)
+        if not wrong:
+            break
+    assert not wrong, wrong
     if row.flat:
         assert costs[2].peak - costs[0].peak < 30_000
     assert costs[2].peak <= PEAK_BASE + PEAK_EACH * size
+
+
+def beyond_linear(costs: list[Cost]) -> str:
+    """Return which cost of n, 2n and 4n records grows by more than `MOST`; empty if none."""
+    for kind, floor in FLOOR.items():
+        first, second, third = (getattr(cost, kind) for cost in costs)
+        if third - second > MOST * max(second - first, floor):
+            return f"{kind}: {first}, {second}, {third}"
+    return ""
