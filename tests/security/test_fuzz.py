@@ -15,6 +15,7 @@ import yaml
 import toolkit
 from tests.conftest import ROOT
 from tests.security.fuzzing import CANARY, as_text, deep, fuzz, guarded, mutated, torn
+from tests.support.asked_slurm import ACCOUNTED, CONFIG, job_row, squeue
 from toolkit import checks
 from toolkit.cli.summary import goodput_lines, rows_of, summary_lines, summary_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
@@ -241,9 +242,9 @@ class Slurm:
 
     def __call__(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         text = {
-            "squeue": f"==job|77|RUNNING|2026-01-02T03:04:05|None|{self.home}/probe.sbatch x\n",
-            "sacct": f"77|FAILED|1:0|sbatch {self.home}/probe.sbatch\n",
-            "scontrol": "ClusterName             = c\nSLURM_VERSION = 24.11.5\nKillWait = 30 sec\n",
+            "squeue": squeue(job_row(77, "RUNNING", command=f"{self.home}/probe.sbatch x")),
+            "sacct": f"{ACCOUNTED}c|==|77|==|FAILED|==|1:0|==|sbatch {self.home}/x.sbatch|==|\n",
+            "scontrol": f"{CONFIG.format('c')}SLURM_VERSION = 24.11.5\nKillWait = 30 sec\n",
         }.get(argv[0], "")
         if self.rng.random() < 0.7:
             text = torn(self.rng, text.encode()).decode(errors="replace")

@@ -9,6 +9,7 @@ import yaml
 
 import toolkit
 from tests.conftest import ROOT
+from tests.support.asked_slurm import CONFIG, sinfo
 from toolkit.errors import RunNotFound
 from toolkit.kubernetes.failure import ContainerOutput, first_failure
 from toolkit.kubernetes.pods import attempt_of, index_of, last_words, short_name
@@ -129,8 +130,8 @@ def test_the_number_of_a_point() -> None:
 
 def test_what_scontrol_and_sinfo_say() -> None:
     answers = {
-        "scontrol": f"ClusterName = c\nKillWait = {LONG} sec\nSLURM_VERSION = {LONG}.{LONG}\n",
-        "sinfo": f"gpu*|up|1:00:00|{LONG}|{LONG}|{LONG}|gpu:a:{LONG}\n",
+        "scontrol": f"{CONFIG.format('c')}KillWait = {LONG} sec\nSLURM_VERSION = {LONG}.{LONG}\n",
+        "sinfo": sinfo(f"gpu*|up|1:00:00|{LONG}|{LONG}|{LONG}|gpu:a:{LONG}\n"),
     }
     found = discover(ask=lambda argv: answers.get(argv[0]))
     assert found.slurm is not None

@@ -14,6 +14,13 @@ from toolkit.slurm.submission import SlurmJob, write_jobs
 from toolkit.slurm.sweep import write_points
 
 Answer = subprocess.CompletedProcess[str]
+
+JOBS = "row|==|JOBID|==|STATE|==|START_TIME|==|REASON|==|COMMAND|==|\n"
+PLACES = "row|==|JOBID|==|PRIORITY|==|PARTITION|==|REASON|==|\n"
+ACCOUNTED = "Cluster|==|JobID|==|State|==|ExitCode|==|SubmitLine|==|\n"
+"""The headers of the tables of squeue, and of sacct."""
+
+CONFIG = "Configuration data as of 2026-11-21T01:16:06\nClusterName             = {}\n"
 NO_ACCOUNTING = "Slurm accounting storage is disabled"
 
 
@@ -34,12 +41,14 @@ class Slurm:
         match argv[0]:
             case "squeue":
                 text = self.rows if "--me" in argv else self.others
+                text = (PLACES if "PENDING" in argv else JOBS) + text
                 return Answer(argv, 1 if self.error else 0, text, self.error)
             case "scontrol":
-                return Answer(argv, 0, f"ClusterName             = {self.cluster}\n", "")
+                return Answer(argv, 0, CONFIG.format(self.cluster), "")
             case "sacct":
                 error = self.accounting_error or ("" if self.accounting else NO_ACCOUNTING)
-                return Answer(argv, 1 if error else 0, self.accounting or "", error)
+                text = ACCOUNTED + (self.accounting or "")
+                return Answer(argv, 1 if error else 0, text, error)
         return Answer(argv, 0, "", "")
 
     def calls(self, program: str) -> int:
@@ -79,7 +88,25 @@ class User:
     def line(self, name: str, job_id: object, word: str, more: str = "", **fields: str) -> str:
         command = f"{self.folder}/{name}/job.sbatch {self.folder}/{name}{more}"
         start, reason = fields.get("start", "N/A"), fields.get("reason", "None")
-        return f"==job|{job_id}|{word}|{start}|{reason}|{command}\n"
+        return job_row(job_id, word, start=start, reason=reason, command=command)
+
+
+def job_row(
+    job_id: object, word: str, *, start: str = "N/A", reason: str = "None", command: str = "x"
+) -> str:
+    """Return a row of squeue."""
+    return f"row|==|{job_id}|==|{word}|==|{start}|==|{reason}|==|{command}|==|\n"
+
+
+def squeue(rows: str) -> str:
+    """Return rows of squeue as the table that it prints."""
+    return JOBS + rows
+
+
+def sinfo(rows: str) -> str:
+    """Return rows of sinfo, with `|` between their columns, as the table that it prints."""
+    lines = ["PARTITION|AVAIL|TIMELIMIT|NODES|CPUS|MEMORY|GRES", *rows.splitlines()]
+    return "".join(f"row|{line}|\n".replace("|", "|==|") for line in lines)
 
 
 def shown(found: Sequence[toolkit.RunStatus]) -> list[str]:
@@ -90,8 +117,9 @@ def fake_squeue(folder: Path, *, seconds: float = 0.0) -> Path:
     """Write commands of Slurm that count how often they are called."""
     commands = folder / "bin"
     commands.mkdir()
-    (commands / "rows").write_text("==job|1|RUNNING|N/A|None|x\n==job|2|RUNNING|N/A|None|x\n")
-    text = f"#!/bin/sh\necho >>{folder}/calls\nsleep {seconds}\ncat {commands}/rows\n"
+    (commands / "rows").write_text(job_row(1, "RUNNING") + job_row(2, "RUNNING"))
+    (commands / "header").write_text(JOBS)
+    text = f"#!/bin/sh\necho >>{folder}/calls\nsleep {seconds}\ncd {commands} && cat header rows\n"
     for name, script in (("squeue", text), ("scancel", "#!/bin/sh\n"), ("scontrol", "#!/bin/sh\n")):
         (commands / name).write_text(script)
         (commands / name).chmod(0o755)

@@ -313,7 +313,7 @@ def test_a_secret_of_the_laptop_reaches_the_job_and_nothing_else(
     laptop.toolkit("wait", uri)
     digest = hashlib.sha256(value.encode()).hexdigest()
     assert digest in laptop.toolkit("logs", uri)
-    assert b"sbatch\0--parsable" in seen.read_bytes()
+    assert b"sbatch\0--output=" in seen.read_bytes()
     files = [path for path in laptop.remote.rglob("*") if path.is_file()]
     own = [path.read_bytes() for path in files if ".venv" not in path.parts]
     kept = laptop.shell("cd ../state && find . -type f -exec cat {} +").encode()

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import toolkit
+from tests.support.asked_slurm import CONFIG, JOBS
 from toolkit import planning
 from toolkit.cli import cli
 from toolkit.planning import compatibility
@@ -80,7 +81,8 @@ def test_a_submission_is_planned_once(
         return compatibility.refusals(job, profile, run_name=run_name)
 
     monkeypatch.setattr(planning, "refusals", counted)
-    for command, answer in {"scontrol": "ClusterName = c", "sbatch": "7", "squeue": ""}.items():
+    said = {"scontrol": CONFIG.format("c"), "sbatch": "Submitted batch job 7", "squeue": JOBS}
+    for command, answer in said.items():
         (tmp_path / command).write_text(f"#!/bin/sh\necho '{answer}'\n")
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

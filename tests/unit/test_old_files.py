@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import toolkit
 from tests.conftest import ROOT
 from tests.fakes.kubernetes import FakeKubernetes
+from tests.support.asked_slurm import CONFIG
 from toolkit.cli import cli
 from toolkit.kubernetes import KubernetesLauncher
 from toolkit.runs import registry
@@ -123,7 +124,7 @@ def test_show(recorded: Path) -> None:
 
 def test_a_run_on_slurm(recorded: Path) -> None:
     def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        out = "ClusterName             = c\n" if argv[0] == "scontrol" else ""
+        out = CONFIG.format("c") if argv[0] == "scontrol" else ""
         return subprocess.CompletedProcess(argv, 0, out, "")
 
     origin = json.loads(shown("show", SLURM, "--json"))

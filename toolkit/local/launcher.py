@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from toolkit.errors import LauncherError
+from toolkit.job.environment import without_outer_job
 from toolkit.local import run_lock
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, provenance, registry, run_directory
-from toolkit.runs.environment import without_outer_job
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
 from toolkit.runs.run_secrets import require_secrets

@@ -1,7 +1,6 @@
 """Detects where a job can run: a Slurm cluster, Kubernetes contexts, this machine."""
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -14,6 +13,16 @@ from typing import Any
 
 import yaml
 
+from toolkit.job.environment import of_slurm_command
+from toolkit.text.answers import (
+    json_object,
+    plain,
+    row_format,
+    settings,
+    table,
+    user_of,
+    values,
+)
 from toolkit.text.quantities import whole_number
 
 _TIMEOUT_S = 20
@@ -21,6 +30,17 @@ _TIMEOUT_S = 20
 
 _SERVICE_ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 _RUNTIMES = ("apptainer", "singularity", "podman", "docker", "enroot")
+
+_SINFO = {
+    "%P": "PARTITION",
+    "%a": "AVAIL",
+    "%l": "TIMELIMIT",
+    "%D": "NODES",
+    "%c": "CPUS",
+    "%m": "MEMORY",
+    "%G": "GRES",
+}
+"""Fields of sinfo's format, and the header of each."""
 
 Ask = Callable[[Sequence[str]], str | None]
 """Runs a command and returns its output; None if it does not exist or fails."""
@@ -138,19 +158,19 @@ def discover(
     prefix = prefix or (sys.prefix if sys.prefix != sys.base_prefix else "")
     venv = Path(environ.get("VIRTUAL_ENV") or prefix)
     has_venv = venv != Path() and (venv / "bin/activate").is_file()
-    listed = ask(["nvidia-smi", "-L"]) or ""
+    listed = plain(ask(["nvidia-smi", "-L"]) or "")
     meminfo = root / "proc/meminfo"
     facts = meminfo.read_text(encoding="utf-8") if meminfo.is_file() else ""
     memory = re.search(r"^MemTotal: +(\d{1,18}) kB", facts, re.MULTILINE)
-    types = (ask(["bash", "-lc", "type -t module"]) or "").strip().splitlines()
+    module = values(ask(["bash", "-lc", 'echo "==module|$(type -t module)|=="']) or "", "module")
     site = Discovery(
         host=socket.gethostname(),
         slurm=_slurm(ask),
         contexts=tuple(_contexts(environ, root)),
         namespace=None,
-        modules=types[-1:] in (["function"], ["alias"]),
+        modules=module in (["function"], ["alias"]),
         runtimes=tuple(name for name in _RUNTIMES if ask([name, "--version"]) is not None),
-        gpus=tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listed, re.MULTILINE)),
+        gpus=tuple(re.findall(r"GPU \d+: (.*) \(UUID: \S+\)$", listed, re.MULTILINE)),
         cpus=os.cpu_count() or 1,
         memory_bytes=int(memory[1]) * 1024 if memory else None,
         venv=venv if has_venv else None,
@@ -169,6 +189,7 @@ def _ask(argv: Sequence[str]) -> str | None:
             stdin=subprocess.DEVNULL,
             timeout=_TIMEOUT_S,
             check=False,
+            env=of_slurm_command(asks=True),
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -179,16 +200,22 @@ def _ask(argv: Sequence[str]) -> str | None:
 
 
 def _slurm(ask: Ask) -> SlurmSite | None:
-    text = ask(["scontrol", "show", "config"])
-    config = dict(re.findall(r"^(\w+) *= *(.*?) *$", text or "", re.MULTILINE))
+    config = settings(ask(["scontrol", "show", "config"]) or "", "Configuration data as of")
     if "ClusterName" not in config:
         return None
     seconds = re.match(r"(\d{1,9}) sec", config.get("KillWait", ""))
-    sinfo = ask(["sinfo", "-h", "-o", "%P|%a|%l|%D|%c|%m|%G"])
-    user = (ask(["id", "-un"]) or "").strip()
-    accounts = ask(["sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account"])
-    default = ask(["sacctmgr", "-nP", "show", "user", user, "format=defaultaccount"]) or ""
-    names = [default.strip(), *sorted((accounts or "").split())] if accounts else []
+    sinfo = ask(["sinfo", "-o", row_format(*_SINFO)])
+    user = user_of(ask(["id"]) or "")
+
+    def accounts(field: str, *query: str, header: str) -> list[str]:
+        asked = ["sacctmgr", "-p", "show", *query, f"format=cluster,user,{field}"]
+        rows = table(ask(asked) or "", ("User", header), separator="|") or []
+        return [account for name, account in rows if name == user != ""]
+
+    known = accounts("account", "assoc", f"user={user}", header="Account")
+    default = accounts("defaultaccount", "user", user, header="Def Acct")
+    names = [*default, *sorted(known)] if known else []
+    srun = plain(ask(["srun", "--help"]) or "")
     return SlurmSite(
         cluster=config["ClusterName"],
         version=config.get("SLURM_VERSION", ""),
@@ -196,16 +223,15 @@ def _slurm(ask: Ask) -> SlurmSite | None:
         knows_gpus="cons_tres" in config.get("SelectType", "cons_tres"),
         partitions=tuple(_partitions(sinfo or "")),
         accounts=tuple(dict.fromkeys(filter(None, names))),
-        pyxis="--container-image" in (ask(["srun", "--help"]) or ""),
+        pyxis=re.search(r"^ +--container-image=", srun, re.MULTILINE) is not None,
     )
 
 
 def _partitions(text: str) -> Iterator[Partition]:
     """Parse the rows of sinfo, one for each kind of node of each partition."""
     rows: dict[str, list[list[str]]] = {}
-    for line in text.splitlines():
-        columns = line.strip().split("|")
-        if len(columns) == 7 and columns[1] == "up":
+    for columns in table(text, list(_SINFO.values())) or ():
+        if columns[1] == "up":
             rows.setdefault(columns[0], []).append(columns)
     for name, kinds in rows.items():
         gpus = [re.findall(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d+)", kind[6]) for kind in kinds]
@@ -262,10 +288,7 @@ def _namespace(ask: Ask, context: Context) -> Namespace | None:
     kubectl += ["--namespace", context.namespace, "--request-timeout=5s", "get"]
 
     def get(*what: str) -> dict[str, Any]:
-        answer: Any = None
-        with contextlib.suppress(ValueError):
-            answer = json.loads(ask([*kubectl, *what]) or "{}")
-        return answer if isinstance(answer, dict) else {}
+        return json_object(ask([*kubectl, *what]) or "", "kind")
 
     def items(kind: str) -> list[dict[str, Any]]:
         return list(get(kind, "--output=json").get("items") or ())

@@ -37,6 +37,9 @@ _KEPT = (
 )
 """Variables that say neither which repository is read nor which programs are run."""
 
+_BEGIN, _END = "--==begin", "--==end"
+"""rev-parse prints options that it does not know as they are: marks around its answer."""
+
 _OF_THE_USER = ("system", "global")
 """The scopes of git's configuration that no repository writes."""
 
@@ -100,6 +103,22 @@ def run_git(
         )
 
 
+def rev_parse(folder: Path, *words: str, limit_s: float | None = None) -> str:
+    """Return the answer of `git rev-parse`, without what a wrapper of git prints around it.
+
+    Raises:
+        OSError: git is not installed.
+        subprocess.SubprocessError: git refuses, or gives no answer.
+    """
+    done = run_git(folder, "rev-parse", _BEGIN, *words, _END, limit_s=limit_s)
+    done.check_returncode()
+    text = os.fsdecode(done.stdout).replace("\r\n", "\n")
+    answer, end, _ = text.partition(f"{_BEGIN}\n")[2].rpartition(f"\n{_END}\n")
+    if not end:
+        raise subprocess.SubprocessError("git rev-parse gives no answer")
+    return answer
+
+
 def without_filters(folder: Path, *, limit_s: float | None = None) -> list[str]:
     """Return the settings with which git runs no filter that a repository configures.
 
@@ -136,10 +155,8 @@ def is_own_tree(folder: Path, *, limit_s: float | None = None) -> bool:
         OSError: git is not installed.
         subprocess.SubprocessError: the folder is in no repository.
     """
-    words = ("rev-parse", "--show-toplevel", "--absolute-git-dir")
-    done = run_git(folder, *words, limit_s=limit_s)
-    done.check_returncode()
-    top, git = map(Path, os.fsdecode(done.stdout).removesuffix("\n").split("\n", 1))
+    words = ("--show-toplevel", "--absolute-git-dir")
+    top, git = map(Path, rev_parse(folder, *words, limit_s=limit_s).split("\n", 1))
     entry = top / ".git"
     if not folder.resolve().is_relative_to(top):
         return False

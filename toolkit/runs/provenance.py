@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
 from toolkit.errors import LauncherError, NewerFormat
-from toolkit.runs.git_commands import is_own_tree, run_git, without_filters
+from toolkit.runs.git_commands import is_own_tree, rev_parse, run_git, without_filters
 from toolkit.runs.record_version import require_known
 from toolkit.text import secret_scan, untrusted
 
@@ -51,15 +51,17 @@ def _git_state(folder: Path) -> dict[str, Any]:
     try:
         if not is_own_tree(folder, limit_s=_GIT_S):
             return {}
-        commit = _git(folder, "rev-parse", "HEAD").strip()
-        branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD").strip()
+        commit = rev_parse(folder, "HEAD", limit_s=_GIT_S)
+        branch = rev_parse(folder, "--abbrev-ref", "HEAD", limit_s=_GIT_S)
         settings = without_filters(folder, limit_s=_GIT_S)
         own = "--ignore-submodules=dirty"  # a submodule has a configuration of its own
-        changed = _git(folder, "status", "--porcelain", own, settings=settings)
-        state: dict[str, Any] = {"commit": commit, "branch": branch, "dirty": bool(changed)}
+        # With -z: a line may be printed by a wrapper of git.
+        changed = "\0" in _git(folder, "status", "--porcelain", "-z", own, settings=settings)
+        state: dict[str, Any] = {"commit": commit, "branch": branch, "dirty": changed}
         if changed:
             plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--submodule=short")
             diff = _git(folder, "diff", "HEAD", own, *plain, settings=settings)
+            diff = "".join(diff.partition("diff --git ")[1:])
             if len(diff.encode()) <= _DIFF_BYTES:
                 state["diff"] = secret_scan.conceal(
                     secret_scan.Mask(secret_scan.values_of(os.environ)).hide(diff)

@@ -1,7 +1,8 @@
 """Slurm's commands: how they are run, and the rows of squeue and sacct.
 
 squeue shows the jobs that the controller knows; sacct, at sites with accounting, those that the
-controller has forgotten. Text is parsed, since Slurm's JSON is another in every version.
+controller has forgotten. Text is parsed, since Slurm's JSON is another in every version. Tables are
+asked for with their header: a site's wrapper may print much, and end well, without an answer.
 """
 
 import contextlib
@@ -20,8 +21,17 @@ from datetime import datetime
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.runs.environment import without_outer_job
+from toolkit.job.environment import of_slurm_command
 from toolkit.slurm.status import WAITS_FOR_TURN, JobRow, Place
+from toolkit.text.answers import (
+    SEPARATOR,
+    error_line,
+    first_line,
+    plain,
+    row_format,
+    settings,
+    table,
+)
 
 ANSWER_BYTES = 64 << 20
 """How much a command may print: squeue's rows of a hundred thousand jobs."""
@@ -58,23 +68,17 @@ _BUSY = re.compile(
 )
 """Their messages when the controller is overloaded (Slurm, slurm_errno.c)."""
 
-_SQUEUE_FORMAT = "==job|%i|%T|%S|%r|%o"
-_SQUEUE_ROW = re.compile(
-    r"==job\|(\d{1,18}[\w,%\[\]+-]{0,4000})\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)"
-)
-"""What people write comes last. A line that does not begin like a job belongs to the command above
-it: arguments may hold newlines."""
+_SQUEUE = {"%i": "JOBID", "%T": "STATE", "%S": "START_TIME", "%r": "REASON", "%o": "COMMAND"}
+_PLACES = {"%A": "JOBID", "%Q": "PRIORITY", "%P": "PARTITION", "%r": "REASON"}
+"""Fields of squeue's format, and the header of each."""
 
-TIME_FORMAT = "SLURM_TIME_FORMAT"
-"""Makes squeue print times in seconds since 1970: its default format has no offset, and the cluster
-may be in another time zone. sbatch would pass it to the job."""
+_SACCT = ("JobID", "State", "ExitCode", "SubmitLine")
 
-_PLACES_FORMAT = "%A|%Q|%P|%r"
-_PLACES_ROW = re.compile(r"(\d{1,18})\|(\d{1,18})\|([^|]+)\|(.*)")
+_JOB_ID = re.compile(r"\d{1,18}[\w,%\[\].+-]{0,4000}")
+_STATE = re.compile(r"([A-Z_]+)(?: .*)?")
+"""`CANCELLED by 0` is CANCELLED."""
 
-_SACCT_FORMAT = "JobID,State,ExitCode,SubmitLine"
-_SACCT_ROW = re.compile(r"(\d{1,18}[\w,%\[\].+-]{0,4000})\|([A-Z_]+)(?: [^|]*)?\|(\d+):(\d+)\|(.*)")
-"""`CANCELLED by 0` is CANCELLED; what people write comes last, and may hold newlines."""
+_NUMBER = re.compile(r"\d{1,18}")
 
 _NO_ACCOUNTING = re.compile(
     "accounting storage is disabled|not running a supported accounting_storage"
@@ -193,10 +197,9 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_way_out()}")
-    if not only_asks(argv):
-        return run_limited(argv, environ=without_outer_job())
-    environ = without_outer_job() | {TIME_FORMAT: "%s"}
-    return run_limited(argv, environ=environ, limit_s=ANSWER_S)
+    asks = only_asks(argv)
+    environ = of_slurm_command(asks=asks)
+    return run_limited(argv, environ=environ, limit_s=ANSWER_S if asks else math.inf)
 
 
 def ask_mine(command: Command) -> list[JobRow]:
@@ -229,27 +232,38 @@ def _batches(job_ids: Iterable[str]) -> Iterator[str]:
 
 def _squeue(command: Command, *selection: str) -> list[JobRow]:
     # -a: the jobs of hidden partitions, too.
-    done = command(["squeue", "-h", "-a", "-r", "-t", "all", *selection, "-o", _SQUEUE_FORMAT])
-    if done.returncode != 0:
-        if "Invalid job id" in done.stderr:
-            return []
-        raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
-    found: list[tuple[re.Match[str], list[str]]] = []  # each with the lines of its command
-    for line in done.stdout.split("\n"):
-        if match := _SQUEUE_ROW.fullmatch(line):
-            found.append((match, [match[5]]))
-        elif found and line:
-            found[-1][1].append(line)
+    done = command(["squeue", "-a", "-r", "-t", "all", *selection, "-o", row_format(*_SQUEUE)])
+    if done.returncode != 0 and "Invalid job id" in done.stderr:
+        return []
     return [
         JobRow(
-            job_id=match[1],
-            word=match[2],
-            start=_time(match[3]),
-            reason="" if match[4] == "None" else match[4],
-            command="\n".join(lines),
+            job_id=job_id,
+            word=word,
+            start=_time(start),
+            reason="" if reason == "None" else reason,
+            command=argv,
         )
-        for match, lines in found
+        for job_id, word, start, reason, argv in _rows(done, _SQUEUE.values())
+        if _JOB_ID.fullmatch(job_id) and _STATE.fullmatch(word)
     ]
+
+
+def _rows(
+    done: "subprocess.CompletedProcess[str]", header: Iterable[str]
+) -> Iterator[tuple[str, ...]]:
+    """Return the rows of a table of jobs.
+
+    Raises:
+        LauncherError: there is none.
+    """
+    program = done.args[0]
+    if done.returncode != 0:
+        raise LauncherError(error_line(done.stderr) or f"{program}: exit status {done.returncode}")
+    rows = table(done.stdout, list(header), folds=True)
+    if rows is None:
+        shown = first_line(done.stderr) or first_line(done.stdout)
+        raise LauncherError(f"{program} lists no jobs" + f", and prints {shown!r}" * bool(shown))
+    return map(tuple, rows)
 
 
 def _time(shown: str) -> str:
@@ -276,13 +290,12 @@ def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:
     Raises:
         LauncherError: the controller does not answer.
     """
-    done = command(["squeue", "-h", "-a", "-t", "PENDING", "-o", _PLACES_FORMAT])
-    if done.returncode != 0:
-        raise LauncherError(first_line(done.stderr) or f"squeue: exit status {done.returncode}")
+    done = command(["squeue", "-a", "-t", "PENDING", "-o", row_format(*_PLACES)])
     queues: dict[str, list[tuple[int, int]]] = defaultdict(list)
     mine: dict[str, tuple[tuple[int, int], list[str]]] = {}
-    for match in filter(None, map(_PLACES_ROW.fullmatch, done.stdout.split("\n"))):
-        job_id, priority, names, reason = match.groups()
+    for job_id, priority, names, reason in _rows(done, _PLACES.values()):
+        if not (_NUMBER.fullmatch(job_id) and _NUMBER.fullmatch(priority)):
+            continue
         if reason != "None" and not WAITS_FOR_TURN.fullmatch(reason):  # None: not looked at yet
             continue
         rank = (-int(priority), int(job_id))
@@ -309,31 +322,39 @@ def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | N
     """
     rows: list[JobRow] = []
     for ids in _batches(job_ids):
-        done = command(["sacct", "-n", "-P", "-X", "-j", ids, "-o", _SACCT_FORMAT])
-        if done.returncode != 0:
-            if _NO_ACCOUNTING.search(done.stderr + done.stdout):
-                return None
-            raise LauncherError(f"the accounting does not answer: {first_line(done.stderr)}")
-        for match in filter(None, map(_SACCT_ROW.fullmatch, done.stdout.split("\n"))):
-            job_id, word, status, signal, argv = match.groups()
+        how = ["-X", "-p", f"--delimiter={SEPARATOR}", "-o", ",".join(("Cluster", *_SACCT))]
+        done = command(["sacct", *how, "-j", ids])
+        if done.returncode != 0 and _NO_ACCOUNTING.search(done.stderr + done.stdout):
+            return None
+        try:
+            found = list(_rows(done, _SACCT))
+        except LauncherError as error:
+            raise LauncherError(f"the accounting does not answer: {error}") from None
+        for job_id, words, ended, argv in found:
+            state, codes = _STATE.fullmatch(words), re.fullmatch(r"(\d+):(\d+)", ended)
+            if not (_JOB_ID.fullmatch(job_id) and state and codes):
+                continue
+            word, (status, signal) = state[1], codes.groups()
             # sacct before 26.05 keeps seven bits of a status, so that 0 may be a failure, too.
-            how = f", exit status {status}" * (status != "0")
-            how += f", signal {signal}" * (signal != "0")
-            reason = "" if word == "COMPLETED" else f"the accounting says {word}{how}"
+            said = f", exit status {status}" * (status != "0")
+            said += f", signal {signal}" * (signal != "0")
+            reason = "" if word == "COMPLETED" else f"the accounting says {word}{said}"
             rows.append(JobRow(job_id=job_id, word=word, reason=reason, command=argv))
     return rows
 
 
 def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
     """Return the error for what a command of Slurm did not do, in its own words."""
-    text = (answer.stderr + answer.stdout).strip()
+    text = plain(answer.stderr + answer.stdout).strip()
     if _UNREACHABLE.search(text):
-        return SchedulerMissing(f"no Slurm controller answers: {first_line(text)}. {_way_out()}")
+        return SchedulerMissing(f"no Slurm controller answers: {error_line(text)}. {_way_out()}")
     if "Invalid job array specification" in text:
         text += (
             "; a sweep has at most as many points as MaxArraySize of this site says: "
             "`scontrol show config | grep MaxArraySize`"
         )
+    if answer.returncode == 0:
+        return LauncherError(f"{program} gives no answer" + f", and prints: {text}" * bool(text))
     return LauncherError(f"{program} refused: {text or f'exit status {answer.returncode}'}")
 
 
@@ -342,18 +363,18 @@ def is_busy(text: str) -> bool:
     return bool(_BUSY.search(text))
 
 
-def cluster_name(config: str) -> str:
+def config_of(printed: str) -> dict[str, str]:
+    """Return the settings that `scontrol show config` has printed."""
+    return settings(printed, "Configuration data as of")
+
+
+def cluster_name(printed: str) -> str:
     """Return the cluster's name from `scontrol show config`; empty where it is missing.
 
     Raises:
         LauncherError: the answer is not a name; it would become a part of URIs.
     """
-    match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-    if match and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", match[1]):
-        raise LauncherError(f"Slurm says that its cluster is called {match[1][:80]!r}: no name")
-    return match[1] if match else ""
-
-
-def first_line(text: str) -> str:
-    """Return the first line that is not empty."""
-    return text.strip().partition("\n")[0]
+    name = config_of(printed).get("ClusterName", "")
+    if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise LauncherError(f"Slurm says that its cluster is called {name[:80]!r}: no name")
+    return name

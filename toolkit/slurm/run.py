@@ -18,11 +18,11 @@ from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Run, require_unfinished
 from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, status_of
 from toolkit.slurm.submission import SlurmJob, is_job_id, read_jobs
+from toolkit.text.answers import error_line
 
 _STATUS_AGE_S = 1.0
 """Maximum age of an answer for `status` of a single run, in seconds."""
@@ -332,7 +332,7 @@ class SlurmRun(Run):
         if within_s is not None and done.returncode == 124:
             return
         if done.returncode != 0 and not re.search("Invalid job id|already complet", done.stderr):
-            raise LauncherError(f"scancel refused {self.uri}: {first_line(done.stderr)}")
+            raise LauncherError(f"scancel refused {self.uri}: {error_line(done.stderr)}")
 
     def conditions(self, wish: str) -> list[str]:
         """Return what sbatch must wait for, so that this run ends as wished: ok, any or fail.

@@ -12,7 +12,8 @@ from pathlib import PurePosixPath
 from toolkit.errors import LauncherError, Problem
 from toolkit.planning.slurm import SIGNAL_SLACK_S, SlurmPlan, warning_lead_s
 from toolkit.rendering import render
-from toolkit.slurm.commands import Command, first_line, refused
+from toolkit.slurm.commands import Command, config_of, refused
+from toolkit.text.answers import error_line, plain, table, user_of, values
 from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
 _OLDEST = (22, 5)
@@ -34,6 +35,8 @@ exit $status
 
 _ARGUMENT_MAX = 30_000  # characters of at most 4 bytes; Linux takes 128 KiB for one argument
 
+_OF_SBATCH = re.compile(r"(\S*sbatch|allocation failure): ")
+
 _PATH_CHECK = """
 for word; do
   kind=${word%%:*} path=${word#*:} fault=
@@ -50,9 +53,15 @@ for word; do
     folder) [ -d "$path" ] || fault="there is no such folder" ;;
     file) [ -e "$path" ] || fault="there is no such file" ;;
   esac
-  printf '%s\\n' "$fault"
+  echo "==fault|$fault|=="
 done
 """
+
+
+_OF_A_PARTITION = {
+    *("PartitionName", "Default", "DefaultTime", "MaxNodes", "MaxTime", "State", "TotalNodes")
+}
+"""What must stand in the line of a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +83,7 @@ def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
     Raises:
         LauncherError: the site gives no answer, or one that cannot be understood.
     """
-    shown = _answer(command, _CONFIG)
-    config = dict(re.findall(r"^(\w+) *= *(.*?) *$", shown, re.MULTILINE))
+    config = config_of(_answer(command, _CONFIG))
     if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
         raise LauncherError(f"{_CONFIG} says nothing of {', '.join(sorted(missing))}")
     partitions = _partitions(_answer(command, _PARTITIONS, "--oneliner"))
@@ -152,8 +160,11 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[
 
 def _partitions(text: str) -> list[_Partition]:
     partitions = []
-    for line in text.splitlines():
-        settings = dict(word.partition("=")[::2] for word in line.split())
+    for line in plain(text).split("\n"):
+        _, mark, row = line.partition("PartitionName=")
+        settings = dict(word.partition("=")[::2] for word in f"{mark}{row}".split())
+        if not settings.keys() >= _OF_A_PARTITION:
+            continue  # what a site prints around it
         try:
             nodes, most = settings["TotalNodes"], settings["MaxNodes"]
             longest, default = settings["MaxTime"], settings["DefaultTime"]
@@ -166,9 +177,11 @@ def _partitions(text: str) -> list[_Partition]:
                 nodes=int(nodes),
                 state=settings["State"],
             )
-        except (KeyError, ValueError):
+        except ValueError:
             raise LauncherError(f"{_PARTITIONS}: cannot be understood: {line!r}") from None
         partitions.append(partition)
+    if not partitions:
+        raise LauncherError(f"{_PARTITIONS} names no partition, and prints {text[:200]!r}")
     return partitions
 
 
@@ -229,15 +242,15 @@ def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
         if done.returncode != 0:
-            why = re.sub(r"^\S*sbatch: (error: )?", "", first_line(done.stderr))
+            why = re.sub(r"^\S*sbatch: (error: )?", "", error_line(done.stderr))
             message = f"this site's sbatch refuses it: {why}; leave it out, or ask for its version"
             yield Problem(rule="site-option", place=f"--{name}", message=message)
 
 
 def slurm_version(command: Command) -> tuple[int, int] | None:
     """Return the site's version of Slurm, like `(23, 2)`; None if it does not say."""
-    shown = command(_CONFIG.split()).stdout
-    match = re.search(r"^SLURM_VERSION *= *(\d{1,9})\.(\d{1,9})", shown, re.MULTILINE)
+    version = config_of(command(_CONFIG.split()).stdout).get("SLURM_VERSION", "")
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -251,17 +264,17 @@ def account_findings(
     account, qos = options.get("account"), options.get("qos")
     if not account and not qos:
         return []
-    config = command(["scontrol", "show", "config"]).stdout
-    enforced = re.search(r"^AccountingStorageEnforce *= *(.*)$", config, re.MULTILINE)
-    rules = set((enforced[1] if enforced else "none").strip().split(","))
+    config = config_of(command(_CONFIG.split()).stdout)
+    rules = set(config.get("AccountingStorageEnforce", "none").split(","))
     try:
-        user = command(["id", "-un"]).stdout.strip()
-        query = ["show", "assoc", f"user={user}", "format=account,qos"]
-        answer = command(["sacctmgr", "-nP", *query])
+        user = user_of(command(["id"]).stdout)
+        query = ["show", "assoc", f"user={user}", "format=cluster,user,account,qos"]
+        answer = command(["sacctmgr", "-p", *query])
     except LauncherError:
         return []
-    rows = [line.split("|") for line in answer.stdout.splitlines() if "|" in line]
-    if answer.returncode != 0 or not rows:
+    found = table(answer.stdout, ("User", "Account", "QOS"), separator="|") or []
+    rows = [row[1:] for row in found if row[0] == user]
+    if not user or answer.returncode != 0 or not rows:
         return []
     problems = []
     accounts = sorted({row[0] for row in rows if row[0]})
@@ -285,8 +298,9 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
         return []
     if done.returncode == 127 or "Unable to contact" in done.stderr:
         raise LauncherError(f"sbatch cannot be asked: {done.stderr.strip()}")
-    lines = [re.sub(r"^(\S*sbatch: )?(error: )?", "", row) for row in done.stderr.splitlines()]
-    messages = [row for row in lines if row and not row.startswith("Try ")]
+    lines = [line for line in plain(done.stderr).split("\n") if not line.startswith("Try ")]
+    own = [line for line in lines if _OF_SBATCH.match(line)] or lines
+    messages = filter(None, (re.sub(r"^(\S*sbatch: )?(error: )?", "", line) for line in own))
     message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
     return _problems(place or _TEST_ONLY, [("site-refuses", message)])
 
@@ -304,7 +318,7 @@ def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command)
         return []
     arguments = [f"{kind}:{path}" for kind, path, _, _ in required]
     done = command(["sh", "-c", _PATH_CHECK, "sh", *arguments])
-    answers = done.stdout.split("\n")[:-1]
+    answers = values(done.stdout, "fault")
     if done.returncode != 0 or len(answers) != len(required):
         raise LauncherError(f"folders cannot be looked at: {done.stderr.strip()}")
     return [

@@ -19,10 +19,11 @@ from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
 from toolkit.runs.submission_journal import UnknownOutcome
-from toolkit.slurm.commands import ask_mine, first_line, refused
+from toolkit.slurm.commands import ask_mine, refused
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost
 from toolkit.text import control, untrusted
+from toolkit.text.answers import error_line, plain
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """How long to wait before each new try: about a minute in all."""
@@ -38,6 +39,9 @@ _NO_ANSWER = re.compile(
 
 _JOBS, _VERSION, _BYTES = "jobs.jsonl", 1, 64 << 20
 _MODES = ("", "continue", "chain")
+_SUBMITTED = re.compile(r"Submitted batch job (\d{1,18})(?: on cluster \S+)?$", re.MULTILINE)
+"""sbatch's answer. `--parsable` prints a number alone, as banners may do."""
+
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?", re.ASCII)
 _AFTER = re.compile(r"[a-z0-9:,_?+]{0,100000}", re.ASCII)
 
@@ -69,6 +73,16 @@ def is_job_id(text: object) -> bool:
     (True, False, False)
     """
     return isinstance(text, str) and _JOB_ID.fullmatch(text) is not None
+
+
+def submitted_id(printed: str) -> str:
+    r"""Return the id of a job from what sbatch has printed; "" if it does not name one.
+
+    >>> submitted_id("Budget: 120\n\x1b[32mSubmitted batch job 7 on cluster c\x1b[0m\r\n42\n")
+    '7'
+    """
+    ids = _SUBMITTED.findall(plain(printed))
+    return str(ids[-1]) if ids else ""
 
 
 def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
@@ -189,7 +203,7 @@ class Submission:
 
     def sbatch(self, job: SlurmJob, *, cwd: str) -> list[str]:
         """Return the command that submits a job from the folder `cwd`."""
-        options = ["--parsable", f"--output={self.log}"]
+        options = [f"--output={self.log}"]
         if job.folder != cwd:
             options.append(f"--chdir={job.folder}")
         if job.after:
@@ -268,15 +282,14 @@ def _send_once(
         except LauncherError as error:  # from the look at the queue
             why = str(error)
             continue
-        # At some sites sbatch is a script that prints more, before and after the job's id.
-        ids = re.findall(r"^(\d{1,18})(?:;.*)?$", done.stdout.replace("\r", ""), re.MULTILINE)
-        if done.returncode == 0 and ids:
-            return replace(job, job_id=ids[-1])
+        if done.returncode == 0 and (job_id := submitted_id(done.stdout)):
+            return replace(job, job_id=job_id)
         killed = done.returncode < 0 or done.returncode >= 128
-        if not killed and done.returncode != DOUBTFUL and not _NO_ANSWER.search(done.stderr):
+        in_doubt = killed or done.returncode in (0, DOUBTFUL) or _NO_ANSWER.search(done.stderr)
+        if not in_doubt:
             raise refused("sbatch", done)
         doubt, looks = True, 0
-        why = first_line(done.stderr) or why
+        why = error_line(done.stderr) if done.returncode else "sbatch has named no job"
     name = folder.here.name
     raise UnknownOutcome(
         f"whether Slurm has the job of {name} is not known: {why}. `toolkit status {name}` finds "
@@ -300,8 +313,7 @@ def find(login: LoginNode, submission: Submission) -> list[SlurmJob]:
     """
     keys = [submission.key(index) for index in range(len(submission.jobs))]
     answers = login.answers(submission.folder, keys)
-    ids = {key: answer.strip().partition(";")[0] for key, answer in answers.items()}
-    answered = {key: job_id for key, job_id in ids.items() if is_job_id(job_id)}
+    answered = {key: job_id for key in answers if (job_id := submitted_id(answers[key]))}
     sent: list[SlurmJob] = []
     for key in keys:
         job = submission.job_after(sent)

@@ -11,7 +11,7 @@ moment.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -35,7 +35,7 @@ class RecordedJob:
     """Why the job waits or has ended; empty for none."""
 
     start: str
-    """The actual or expected start in UTC; empty if unknown."""
+    """The actual or expected start, in the time zone of this machine; empty if unknown."""
 
     status: tuple[int, int] = (0, 0)
     """Exit status and signal; only from the accounting."""
@@ -120,4 +120,4 @@ def _words(value: Any) -> frozenset[str]:
 
 
 def _time(epoch: int | None) -> str:
-    return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%S") if epoch else ""
+    return datetime.fromtimestamp(epoch).astimezone().isoformat() if epoch else ""

@@ -1,7 +1,6 @@
 """Record the answers of this shell's Slurm about jobs in every state; it takes two minutes."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -54,7 +53,6 @@ class Site:
 
 def main() -> None:
     """Create jobs in every state, query Slurm, and write the answers into this folder."""
-    os.environ["TZ"] = "UTC"  # the recording is read in every time zone
     version = _printed("squeue", "--version").split()[-1]
     with tempfile.TemporaryDirectory() as name:
         site = Site(Path(name))

@@ -8,6 +8,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, Cluster, Until
+from tests.support.asked_slurm import CONFIG
 from tests.support.ending_job import Job
 from tests.support.slurm_site import Site, failure, output
 from tests.system.chaos.frame import TASK, Trial
@@ -325,10 +326,11 @@ def test_a_chain_that_a_site_refuses_halfway_leaves_nothing(tmp_path: Path) -> N
     def command(argv: Any) -> "subprocess.CompletedProcess[str]":
         asked.append([argv[0], *argv[-1:]])
         if argv[0] == "scontrol":
-            return subprocess.CompletedProcess(argv, 0, "ClusterName = c\n", "")
+            return subprocess.CompletedProcess(argv, 0, CONFIG.format("c"), "")
         sent = sum(word[0] == "sbatch" for word in asked)
         limit = "sbatch: error: AssocMaxSubmitJobLimit"
-        return subprocess.CompletedProcess(argv, sent // 3, f"{sent}\n", limit * (sent == 3))
+        said = f"Submitted batch job {sent}\n"
+        return subprocess.CompletedProcess(argv, sent // 3, said, limit * (sent == 3))
 
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
     job = toolkit.JobSpec(name="probe", module="train")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import toolkit.job.sweep
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
+from tests.support.asked_slurm import JOBS, job_row
 from tests.support.run_records import remember
 from tests.support.slurm_site import Site
 from toolkit.api import open_run
@@ -182,12 +183,16 @@ def test_every_point_reaches_torchrun_byte_for_byte(tmp_path: Path) -> None:
 
 # ---- Slurm's answers
 
-ROWS = """\
-==job|77_2|PENDING|N/A|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
-==job|77_1|RUNNING|2026-11-21T20:00:00|None|/r/probe-1/probe.sbatch /r/probe-1
-==job|78_0|FAILED|2026-11-21T20:00:09|NonZeroExitCode|/r/probe-1/probe.sbatch /r/probe-1 continue
-==job|77|CANCELLED|2026-11-21T20:00:07|JobArrayTaskLimit|/r/probe-1/probe.sbatch /r/probe-1
-"""
+_ARGV = "/r/probe-1/probe.sbatch /r/probe-1"
+ROWS = JOBS + "".join(
+    job_row(job_id, word, start=start, reason=reason, command=command)
+    for job_id, word, start, reason, command in (
+        ("77_2", "PENDING", "N/A", "JobArrayTaskLimit", _ARGV),
+        ("77_1", "RUNNING", "2026-11-21T20:00:00", "None", _ARGV),
+        ("78_0", "FAILED", "2026-11-21T20:00:09", "NonZeroExitCode", f"{_ARGV} continue"),
+        ("77", "CANCELLED", "2026-11-21T20:00:07", "JobArrayTaskLimit", _ARGV),
+    )
+)
 """An answer of Slurm 22.05; the last row stands for tasks that were cancelled before they
 started."""
 

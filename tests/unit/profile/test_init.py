@@ -11,19 +11,20 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.fakes.kubernetes import FakeKubernetes
+from tests.support.asked_slurm import CONFIG, sinfo
 from tests.support.kubectl import kubectl_path
 from toolkit.errors import InputError, ProfileError
 from toolkit.profile.detect import Ask, discover
 from toolkit.profile.draft import draft, found_lines, keep_draft
 
 # Recorded from Slurm 22.05.8 and shortened; the nodes of `main` are of two kinds.
-CONFIG = "ClusterName = Ivy 2\nKillWait = 30 sec\nSLURM_VERSION = 22.05.8\n"
-SINFO = """\
+NAMED = CONFIG.format("Ivy 2")
+SINFO = sinfo("""\
 main*|up|3-00:00:00|4|64|515072|gpu:a100:4(S:0-1)
 main*|up|3-00:00:00|12|128+|1031168|gpu:h100:8,nvme:1
 cpu|up|infinite|30|64|257024|(null)
 old|down|infinite|2|16|64000|gpu:4
-"""
+""")
 
 
 def answers(**known: str) -> Ask:
@@ -37,13 +38,14 @@ def answers(**known: str) -> Ask:
 
 
 IVY = {
-    "scontrol_show_config": f"{CONFIG}SelectType = select/cons_res\n",
-    "sinfo__h__o": SINFO,
-    "id__un": "ada\n",
-    "sacctmgr__nP_show_assoc": "nlp\nvision\n",
-    "sacctmgr__nP_show_user": "vision\n",
+    "scontrol_show_config": f"{NAMED}KillWait = 30 sec\nSLURM_VERSION = 22.05.8\n"
+    "SelectType = select/cons_res\n",
+    "sinfo__o": SINFO,
+    "id": "uid=7(ada) gid=7(ada)\n",
+    "sacctmgr__p_show_assoc": "Cluster|User|Account|\nc|ada|nlp|\nc|ada|vision|\n",
+    "sacctmgr__p_show_user": "Cluster|User|Def Acct|\n|ada|vision|\n",
     "srun___help": "  --container-image=…  [pyxis]\n",
-    "bash__lc_type _t module": "Welcome to Ivy\nfunction\n",
+    "bash__lc": "Welcome to Ivy\n==module|function|==\n",
     "apptainer___version": "apptainer version 1.4\n",
 }
 
@@ -246,10 +248,11 @@ def test_every_draft_is_a_profile_that_loads(kind: str, tmp_path: Path) -> None:
 def test_hostile_words_of_a_site_break_no_profile(tmp_path: Path) -> None:
     words = "no|a#b: 'c'|\x1b[0m"
     ask = answers(
-        scontrol_show_config=f"ClusterName = ../{words}\nKillWait = 30 sec\n",
-        sinfo__h__o="no*|up|1|1|1|1|(null)\n",
-        id__un="x",
-        sacctmgr__nP_show="012\n",
+        scontrol_show_config=CONFIG.format(f"../{words}") + "KillWait = 30 sec\n",
+        sinfo__o=sinfo("no*|up|1|1|1|1|(null)\n"),
+        id="uid=7(ada) gid=7(ada)\n",
+        sacctmgr__p_show_assoc="Cluster|User|Account|\nc|ada|012|\n",
+        sacctmgr__p_show_user="Cluster|User|Def Acct|\n|ada|012|\n",
     )
     made = draft(discover(ask=ask, environ={}, root=tmp_path, prefix=""))
     assert "/" not in made.name

@@ -10,7 +10,7 @@ import pytest
 
 import toolkit
 from tests.conftest import TOOLKIT
-from tests.support.asked_slurm import Answer, fake_squeue
+from tests.support.asked_slurm import Answer, fake_squeue, job_row
 from tests.support.run_records import remember
 
 
@@ -23,8 +23,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     for number, (name, job) in enumerate([("r-1", "r"), ("p-2", "p"), ("p-3", "p")], 1):
         uri = f"slurm://c/{number}"
         remember(uri, name=name, job=job, profile=profile)
-    rows = "==job|1|RUNNING|N/A|None|x\n==job|2|PENDING|2999-01-01T00:00:00|Priority|x\n"
-    (commands / "rows").write_text(f"{rows}==job|3|COMPLETED|N/A|None|x\n")
+    waits = job_row(2, "PENDING", start="2999-01-01T00:00:00", reason="Priority")
+    (commands / "rows").write_text(job_row(1, "RUNNING") + waits + job_row(3, "COMPLETED"))
     (commands / "scancel").write_text('#!/bin/sh\n[ "$1" != 2 ] || { echo no >&2; exit 1; }\n')
 
     def run(*argv: str) -> Answer:

@@ -62,10 +62,11 @@ class Site:
         if argv[0] == "sh":
             return subprocess.CompletedProcess(argv, bool(self.refused), "", self.refused)
         if argv[0] == "id":
-            return subprocess.CompletedProcess(argv, 0, "ada\n", "")
+            return subprocess.CompletedProcess(argv, 0, "uid=7(ada) gid=7(ada)\n", "")
         if argv[0] == "sacctmgr":
-            known = self.associations
-            return subprocess.CompletedProcess(argv, known is None, known or "", "")
+            rows = (self.associations or "").splitlines()
+            text = "\n".join(["Cluster|User|Account|QOS|", *(f"c|ada|{row}|" for row in rows)])
+            return subprocess.CompletedProcess(argv, self.associations is None, text, "")
         if argv[0] == "sbatch":
             assert argv[-1] == "--usage", "it would submit"
             unknown = any(word.startswith("--segment") for word in argv)
@@ -154,9 +155,9 @@ def test_a_site_without_a_default_partition_wants_one_named() -> None:
 @pytest.mark.parametrize(
     ("site", "message"),
     [
-        (Site(config="ClusterName = x\n"), "scontrol show config says nothing of KillWait"),
+        (Site(config=CONFIG.replace("KillWait", "KillWhat")), "says nothing of KillWait"),
         (Site(partitions=PARTITIONS.replace("2-01", "soon")), "cannot be understood: 'Part"),
-        (Site(partitions="PartitionName=main\n"), "cannot be understood: 'PartitionName=main"),
+        (Site(partitions="PartitionName=main\n"), "names no partition, and prints 'Partition"),
         (Site(status=1), "scontrol refused"),
     ],
 )

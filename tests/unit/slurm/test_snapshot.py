@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
+from tests.support.asked_slurm import JOBS, Slurm, User, counted, fake_squeue, job_row, shown
 from toolkit.runs.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.login.host import LoginNode
@@ -66,8 +66,9 @@ def test_the_name_of_the_cluster_is_asked_once_an_hour(
 def test_places_in_the_queue_are_asked_once_a_minute(
     queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock
 ) -> None:
-    slurm.rows = "==job|7|PENDING|N/A|Priority|x\n==job|8|RUNNING|N/A|None|x\n"
-    slurm.others = "6|20|gpu|Resources\n7|10|gpu|Priority\n"
+    slurm.rows = job_row(7, "PENDING", reason="Priority") + job_row(8, "RUNNING")
+    place_row = "row|==|{}|==|{}|==|gpu|==|{}|==|\n".format
+    slurm.others = place_row(6, 20, "Resources") + place_row(7, 10, "Priority")
 
     def place(number: int = 0) -> str:
         snapshot = queue().look()
@@ -78,7 +79,7 @@ def test_places_in_the_queue_are_asked_once_a_minute(
 
     assert (place(1), questions()) == ("None", 0)  # nothing waits for its turn
     assert place() == "place 2 of 2 in the queue of gpu"
-    slurm.others = "7|10|gpu|Resources\n"
+    slurm.others = place_row(7, 10, "Resources")
     clock.now += 59
     assert (place(), questions()) == ("place 2 of 2 in the queue of gpu", 1)
     clock.now += 1
@@ -93,7 +94,7 @@ def test_a_status_is_whole_without_a_place(slurm: Slurm, tmp_path: Path, clock: 
             return subprocess.CompletedProcess(argv, 1, "", "slurm_load_jobs error: no\n")
         return slurm(argv)
 
-    slurm.rows = "==job|7|PENDING|N/A|Priority|x\n"
+    slurm.rows = job_row(7, "PENDING", reason="Priority")
     cache = SnapshotCache(squeue, file=tmp_path / "c.json", clock=clock)
     snapshot = cache.look()
     assert snapshot.place(snapshot.rows("7", "")[0]) is None
@@ -144,7 +145,7 @@ def test_a_run_that_has_changed_is_never_told_from_an_older_answer(
 def test_a_busy_controller_is_left_alone_ever_longer(
     queue: Callable[[], SnapshotCache], slurm: Slurm, clock: Clock
 ) -> None:
-    slurm.rows = "==job|1|RUNNING|N/A|None|x\n"
+    slurm.rows = job_row(1, "RUNNING")
     queue().look()
     slurm.error, began = BUSY, clock.now
     times = []
@@ -234,7 +235,9 @@ def test_what_people_set_for_their_own_listings_hides_no_job(
 ) -> None:
     commands = fake_squeue(tmp_path)
     (commands / "squeue").write_text('#!/bin/sh\n[ -z "$SQUEUE_PARTITION" ] && cat $0.rows\n')
-    (commands / "squeue.rows").write_bytes(b"==job|1|RUNNING|N/A|None|caf\xe9\n")
+    (commands / "squeue.rows").write_bytes(
+        (JOBS + job_row(1, "RUNNING", command="caf\xe9")).encode("latin-1")
+    )
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("SQUEUE_PARTITION", "gpu")
     run = toolkit.SlurmProfile(name="s")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import toolkit
-from tests.support.asked_slurm import Slurm, User, counted, fake_squeue, shown
+from tests.support.asked_slurm import JOBS, Slurm, User, counted, fake_squeue, shown
 from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
@@ -110,15 +110,16 @@ def test_ten_thousand_ids_fit_into_the_arguments(slurm: Slurm) -> None:
 # ---- What squeue prints
 
 SLURM_22_05 = """\
-==job|55305190|RUNNING|2026-11-21T23:53:13|None|/r/x.sbatch a b c|d e
-9|RUNNING|N/A|None|x
-==job|55305191_1|PENDING|N/A|None|/my runs/x.sbatch /my runs continue
-==job|55305192|CANCELLED|2026-11-21T23:53:11|BeginTime|/r/x.sbatch
-==job|55305193|COMPLETING|2026-11-21T23:53:11|None|(null)
+row|==|55305190|==|RUNNING|==|2026-11-21T23:53:13|==|None|==|/r/x.sbatch a b c|d e
+row|==|9|==|RUNNING|==|N/A|==|None|==|x
+|==|
+row|==|55305191_1|==|PENDING|==|N/A|==|None|==|/my runs/x.sbatch /my runs continue|==|
+row|==|55305192|==|CANCELLED|==|2026-11-21T23:53:11|==|BeginTime|==|/r/x.sbatch|==|
+row|==|55305193|==|COMPLETING|==|2026-11-21T23:53:11|==|None|==|(null)|==|
 """
 SLURM_24_11 = """\
-==job|55306609|PENDING|2026-11-22T00:19:00|Priority|/tmp/y.sbatch
-==job|55306607|RUNNING|2026-11-22T00:16:48|None|/tmp/y.sbatch
+row|==|55306609|==|PENDING|==|2026-11-22T00:19:00|==|Priority|==|/tmp/y.sbatch|==|
+row|==|55306607|==|RUNNING|==|2026-11-22T00:16:48|==|None|==|/tmp/y.sbatch|==|
 """
 """Recorded on real clusters; from 24.11 on the command is shown without its arguments."""
 
@@ -127,7 +128,7 @@ def test_arguments_with_bars_and_newlines_make_up_no_job(slurm: Slurm) -> None:
     slurm.rows = SLURM_22_05
     rows = ask_mine(slurm)
     assert [row.job_id for row in rows] == ["55305190", "55305191_1", "55305192", "55305193"]
-    assert rows[0].command == "/r/x.sbatch a b c|d e\n9|RUNNING|N/A|None|x"
+    assert rows[0].command == "/r/x.sbatch a b c|d e\nrow|==|9|==|RUNNING|==|N/A|==|None|==|x\n"
     assert [row.script for row in rows[:2]] == ["/r/x.sbatch", "/my runs/x.sbatch"]
     assert [row.goes_on for row in rows] == [False, True, True, True]
     assert rows[1].start == rows[1].reason == ""
@@ -164,9 +165,9 @@ def test_the_expected_start_is_told_in_the_zone_of_the_reader(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is in Honolulu, and the reader in Zurich."""
-    row = "==job|1|PENDING|$(TZ=Pacific/Honolulu date -d @32503680000 "
+    row = "row|==|1|==|PENDING|==|$(TZ=Pacific/Honolulu date -d @32503680000 "
     (tmp_path / "squeue").write_text(
-        f'#!/bin/sh\necho "{row}+${{SLURM_TIME_FORMAT:-%FT%T}})|Priority|/r/x.sbatch"\n'
+        f'#!/bin/sh\necho "{JOBS}{row}+${{SLURM_TIME_FORMAT:-%FT%T}})|==|Priority|==|x|==|"\n'
     )
     (tmp_path / "ssh").write_text('#!/bin/sh\n[ "$1" = -G ] || exec bash -s\n')
     for program in ("squeue", "ssh"):
@@ -321,7 +322,7 @@ def test_the_jobs_of_another_user_are_asked_for_by_id(
     slurm.others = user.line("a", 1, "RUNNING") + user.line("b", 2, "PENDING")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert shown(toolkit.statuses(runs)) == ["RUNNING", "PENDING"]
-    assert slurm.asked[-1][6:8] == ["-j", "1,2"]
+    assert slurm.asked[-1][5:7] == ["-j", "1,2"]
 
 
 # ---- Accounting
@@ -331,13 +332,13 @@ def test_one_question_to_the_accounting_tells_what_is_lost(user: User, slurm: Sl
     names = ("late", "killed", "masked", "unknown", "swept")
     runs = [user.run(name, i, points=2 * (name == "swept")) for i, name in enumerate(names, 1)]
     (user.folder / "killed/logs/attempt-0").mkdir()
-    line = "{}|{}|{}|/usr/bin/sbatch --parsable {}/{}/job.sbatch"
+    line = "c|==|{}|==|{}|==|{}|==|/usr/bin/sbatch {}/{}/job.sbatch|==|"
     slurm.accounting = "\n".join(
         [
             line.format(1, "RUNNING", "0:0", user.folder, "late"),
             line.format(2, "CANCELLED by 0", "0:15", user.folder, "killed"),
-            line.format(3, "FAILED", "0:0", user.folder, "masked") + " a|b",
-            "9|FAILED|0:0|the second line of an argument",
+            line.format(3, "FAILED", "0:0", user.folder, "masked").removesuffix("|==|"),
+            "c|==|9|==|FAILED|==|0:0|==|the second line of an argument|==|",
             line.format(4, "FAILED", "1:0", user.folder, "another-of-this-id"),
             line.format("5_0", "COMPLETED", "0:0", user.folder, "swept"),
             line.format("5_[1]", "CANCELLED by 0", "0:0", user.folder, "swept"),
@@ -351,7 +352,7 @@ def test_one_question_to_the_accounting_tells_what_is_lost(user: User, slurm: Sl
     assert found[2].reason == "the accounting says FAILED"
     assert found[4].reason == "1 SUCCEEDED, 1 CANCELLED"
     assert slurm.calls("sacct") == 1
-    assert slurm.asked[-1][:6] == ["sacct", "-n", "-P", "-X", "-j", "1,2,3,4,5"]
+    assert slurm.asked[-1][-2:] == ["-j", "1,2,3,4,5"]
 
 
 def test_without_accounting_what_is_lost_stays_lost_and_sacct_is_left_alone(
@@ -407,17 +408,17 @@ def test_a_list_reads_no_more_than_it_shows(
 
 
 QUEUE = """\
-50|4000|gpu|Resources
-51|3000|gpu,long|Priority
-52|3000|gpu|Priority
-53|9000|gpu|Dependency
-54|0|gpu|JobHeldUser
-55|2000|gpu|None
-56|1000|long|Priority
-57|3500|long|Priority
+row|==|50|==|4000|==|gpu|==|Resources|==|
+row|==|51|==|3000|==|gpu,long|==|Priority|==|
+row|==|52|==|3000|==|gpu|==|Priority|==|
+row|==|53|==|9000|==|gpu|==|Dependency|==|
+row|==|54|==|0|==|gpu|==|JobHeldUser|==|
+row|==|55|==|2000|==|gpu|==|None|==|
+row|==|56|==|1000|==|long|==|Priority|==|
+row|==|57|==|3500|==|long|==|Priority|==|
 a line of a plug-in
 """
-"""As squeue prints pending jobs for `%A|%Q|%P|%r`, of a cluster with two partitions."""
+"""As squeue prints pending jobs, of a cluster with two partitions."""
 
 
 def test_the_place_counts_the_jobs_of_the_partition_that_wait_for_their_turn() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT, Cluster
+from tests.support.asked_slurm import CONFIG, JOBS, job_row
 from tests.support.run_records import remember
 from tests.support.slurm_site import Site
 from toolkit.runs import registry, submission_journal
@@ -88,21 +89,24 @@ def scripted(answers: Sequence[str | None], queue: Sequence[str]) -> Any:
     def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         asked.append(argv[0])
         if argv[0] == "scontrol":
-            return subprocess.CompletedProcess(argv, 0, "ClusterName = c\n", "")
+            return subprocess.CompletedProcess(argv, 0, CONFIG.format("c"), "")
         if argv[0] == "squeue":
             shown = (looks.pop(0) if looks else "").replace("COMMAND", " ".join(sent))
             shown = shown.replace("SCRIPT", sent[0])
-            return subprocess.CompletedProcess(argv, 0, shown, "")
+            return subprocess.CompletedProcess(argv, 0, JOBS + shown, "")
         sent[:] = [word for word in argv[1:] if not word.startswith("--")]
         if (answer := left.pop(0)) is None:
             text = "sbatch: error: Batch job submission failed: Zero Bytes were transmitted"
             return subprocess.CompletedProcess(argv, 1, "", text)
-        return subprocess.CompletedProcess(argv, 0 if answer.isdecimal() else 1, answer, answer)
+        if answer == "welcome":
+            return subprocess.CompletedProcess(argv, 0, "Welcome to site\n12\n", "")
+        said = f"Submitted batch job {answer}\n"
+        return subprocess.CompletedProcess(argv, 0 if answer.isdecimal() else 1, said, answer)
 
     return command, asked
 
 
-ROW = "==job|{}|PENDING|N/A|Priority|{}\n"
+ROW = job_row("{}", "PENDING", reason="Priority", command="{}")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,7 @@ ROW = "==job|{}|PENDING|N/A|Priority|{}\n"
         ([None], ["", ROW.format("7", "COMMAND")], ["sbatch", "squeue", "squeue"]),
         ([None], [ROW.format("7", "SCRIPT")], ["sbatch", "squeue"]),  # from 24.11 on
         ([None, "7"], ["", ""], ["sbatch", "squeue", "squeue", "sbatch"]),
+        (["welcome"], [ROW.format("7", "COMMAND")], ["sbatch", "squeue"]),
         # Another run's job, and another job of this run, are not the submitted job.
         (
             [None, "7"],
@@ -140,10 +145,10 @@ def test_after_an_unclear_answer_the_job_is_looked_for_twice(
 @pytest.mark.parametrize(
     "printed",
     [
-        "7\n",
-        "7;c\r\n",
-        "---- Welcome to site 12 ----\n--> Verifying job 3 ... OK\n7;c\n",
-        "No reservation for this job\n\x1b[32mok\x1b[0m\n7\n--> See you\n",
+        "Submitted batch job 7\n",
+        "Submitted batch job 7 on cluster c\r\n",
+        "---- Welcome to site 12 ----\n--> Verifying job 3 ... OK\n12\nSubmitted batch job 7\n",
+        "No reservation for this job\n\x1b[32mSubmitted batch job 7\x1b[0m\n12;c\n--> See you\n",
     ],
 )
 def test_what_a_sites_sbatch_prints_around_the_id_is_no_doubt(printed: str, tmp_path: Path) -> None:
@@ -151,7 +156,7 @@ def test_what_a_sites_sbatch_prints_around_the_id_is_no_doubt(printed: str, tmp_
 
     def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         asked.append(argv[0])
-        said = printed if argv[0] == "sbatch" else "ClusterName = c\n"
+        said = printed if argv[0] == "sbatch" else CONFIG.format("c")
         return subprocess.CompletedProcess(argv, 0, said, "module: loaded\n")
 
     profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))

@@ -12,7 +12,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from tests.fakes.kubernetes.quantities import with_canonical_quantities
 from toolkit.rendering import environment
-from toolkit.text import quantities, yaml_reader
+from toolkit.text import answers, quantities, yaml_reader
 from toolkit.text.quantities import (
     DURATION_PATTERN,
     SIZE_PATTERN,
@@ -50,7 +50,9 @@ UNITS = {
 NUMBERS = st.from_regex(r"[0-9]{1,5}(\.[0-9]{1,5})?", fullmatch=True)
 
 
-@pytest.mark.parametrize("module", [quantities, environment, yaml_reader], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [quantities, environment, yaml_reader, answers], ids=lambda m: m.__name__
+)
 def test_examples_in_docstrings_are_true(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]  # a module of ours
     assert (found.failed, found.attempted > 0) == (0, True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from toolkit.errors import LauncherError
 from toolkit.runs.run import Run
 from toolkit.runs.state_dir import lock_file
-from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.ssh import SshConnection
+from toolkit.text.answers import error_line
 
 _FRESH_S = 2.0
 """How old a mirror may be when a file of it is read."""
@@ -128,5 +128,5 @@ class Mirrors:
             if done.returncode not in _PARTIAL:
                 raise LauncherError(
                     f"{self._ssh.name}: rsync brings no run directories from {parent}: "
-                    f"{first_line(done.stderr)}"
+                    f"{error_line(done.stderr)}"
                 )

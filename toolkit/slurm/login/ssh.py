@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.runs.environment import without_outer_job
+from toolkit.job.environment import of_slurm_command_in_bash, without_outer_job
 from toolkit.slurm import commands
+from toolkit.text.answers import first_line, plain
 
 _OPTIONS = (
     "BatchMode=yes",  # no password prompt: the toolkit may run unattended
@@ -46,10 +47,13 @@ trap '' HUP PIPE
 echo '{begin}'; echo '{begin}' >&2
 (main) </dev/null
 status=$?
-printf '\\n{end} %s\\n' "$status"
+printf '\\n{end} %s\\n' "$status"; echo '{end}' >&2
 """
 """A function, so that bash has read all of it before any of it is done; in it, a lost connection
-kills nothing. The marks separate its output from what login shells print, and show its end."""
+kills nothing. The marks separate its output from what login shells print before and after it, and
+show its end."""
+
+_MISSING = "torch-deploy-toolkit: not in PATH"
 
 
 class Lost(LauncherError):
@@ -101,11 +105,12 @@ class SshConnection:
         stdin = script.encode("utf-8", "surrogateescape")
         limit_s = commands.ACTION_S if limit_s is None else limit_s
         done = self._run([*self.ssh, self.name, "exec bash -l -s"], stdin, limit_s=limit_s)
-        output = done.stdout.partition(f"{_BEGIN}\n")[2]
-        output, ended, status = output.rpartition(f"\n{_END} ")
-        if not ended or not re.fullmatch(r"\d{1,3}\n", status):
+        output = plain(done.stdout).partition(f"{_BEGIN}\n")[2]
+        output, _, rest = output.rpartition(f"\n{_END} ")
+        status, is_whole, _ = rest.partition("\n")
+        if not is_whole or not re.fullmatch(r"\d{1,3}", status):
             raise Lost(self._why_lost(done.stderr))
-        message = done.stderr.partition(f"{_BEGIN}\n")[2]
+        message = plain(done.stderr).partition(f"{_BEGIN}\n")[2].rpartition(f"{_END}\n")[0]
         return subprocess.CompletedProcess([], int(status), output, message)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -114,12 +119,15 @@ class SshConnection:
         Raises:
             SchedulerMissing: the command does not exist there.
         """
-        hidden = "unset ${!SQUEUE_*} ${!SACCT_*} ${!SINFO_*} ${!SCANCEL_*} SLURM_CLUSTERS"
         asks = commands.only_asks(argv)
-        times = f"export {commands.TIME_FORMAT}=%s" if asks else f"unset {commands.TIME_FORMAT}"
-        limit_s = commands.ANSWER_S if asks else None
-        done = self.bash(f"{hidden}\n{times}\n{shlex.join(argv)}", limit_s=limit_s)
-        if done.returncode == 127 and f"{argv[0]}: command not found" in done.stderr:
+        missing = f"{{ echo '{_MISSING}' >&2; exit 127; }}"
+        lines = [
+            f"command -v {shlex.quote(argv[0])} >/dev/null || {missing}",
+            of_slurm_command_in_bash(asks=asks),
+            shlex.join(argv),
+        ]
+        done = self.bash("\n".join(lines), limit_s=commands.ANSWER_S if asks else None)
+        if done.returncode == 127 and _MISSING in done.stderr:
             raise SchedulerMissing(
                 f"no Slurm on {self.name}: {argv[0]} is not in the PATH of a login shell there; "
                 f"try `ssh {self.name} bash -lc {argv[0]}`"
@@ -134,17 +142,30 @@ class SshConnection:
         `show` is called with its progress as rsync prints it, in parts.
 
         Raises:
-            LauncherError: rsync is missing there.
+            LauncherError: rsync is missing there, or the shell there prints text into its stream.
         """
         waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
         tells = () if show is None else ("--info=progress2",)
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *tells, *words]
         done = self._run(argv, names, limit_s=commands.TRANSFER_S, show=show)
-        if "rsync: command not found" in done.stderr:
+        if done.returncode == 127 or "rsync: command not found" in done.stderr:
             raise LauncherError(f"rsync is not installed on {self.name}; ask who runs it")
+        if "is your shell clean?" in done.stderr:
+            raise LauncherError(self._printing_shell())
         if done.returncode in (10, 12, 30, 35, 255):  # sockets, the protocol's stream, time-outs
             raise Lost(self._why_lost(done.stderr))
         return done
+
+    def _printing_shell(self) -> str:
+        """Return what the shell there prints in front of every command, and how to stop it."""
+        done = self._run([*self.ssh, self.name, "true"], limit_s=commands.ANSWER_S)
+        shown = first_line(done.stdout)[:80]
+        return (
+            f"{self.name} prints text in shells that are not interactive"
+            + f" ({shown!r})" * bool(shown)
+            + f", which breaks rsync; `ssh {self.name} true` must print nothing. Begin ~/.bashrc "
+            "there with `[[ $- == *i* ]] || return`, or ~/.cshrc with `if (! $?prompt) exit`"
+        )
 
     def _run(
         self,
@@ -166,7 +187,7 @@ class SshConnection:
     def _why_lost(self, message: str) -> str:
         """Note that the host was not reached; returns why."""
         self.lost = time.time()
-        lines = [line for line in message.strip().splitlines() if line != _BEGIN]
+        lines = [line for line in message.strip().splitlines() if line not in (_BEGIN, _END)]
         # ssh's own message is its last; rsync adds two lines about itself.
         own = [line for line in lines if not line.startswith("rsync")] or lines
         why = own[-1].strip() if own else "the connection was closed"

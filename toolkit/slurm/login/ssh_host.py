@@ -20,20 +20,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError
+from toolkit.job.environment import of_slurm_command_in_bash
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
 from toolkit.runs import run_directory
-from toolkit.runs.git_commands import is_own_tree, run_git
+from toolkit.runs.git_commands import is_own_tree, rev_parse, run_git
 from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.stacks import NO_WATCHDOG, Exchange
 from toolkit.runs.state_dir import state_folder
-from toolkit.slurm.commands import first_line
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import Hung, Lost, SshConnection, connection_to
 from toolkit.slurm.snapshot import snapshot_file
+from toolkit.text.answers import error_line, first_line, values
 from toolkit.text.quantities import format_size, rounded_size
 
 _CODE_BYTES = 2**30
@@ -48,6 +49,9 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _SENT = re.compile(rb"\r *([\d.,]+) +(\d+)%")
 """rsync's progress: bytes, in groups of digits by the locale, and their share of all."""
 
+_LISTED = re.compile(r"(?:[HSMRCKU?] |.*\n[HSMRCKU?] )(.*)", re.DOTALL)
+"""A file that `git ls-files -t` lists, after what a wrapper of git may print."""
+
 _MAKE = """\
 set -e
 mkdir -p {base}
@@ -56,8 +60,8 @@ mkdir -p {runs}
 cd {runs}
 mkdir {name}
 mkdir -p {name}/logs {name}/submitted {name}/code/{below}
-pwd
-readlink {latest} || echo
+echo "==runs|$(pwd)|=="
+echo "==latest|$(readlink {latest})|=="
 """
 
 _LOCKED = """\
@@ -70,6 +74,7 @@ _SUBMIT = """\
 [ ! -e {key} ] || exec cat {key}
 {doubt}
 : >{key}.begun || exit
+{environment}
 {secrets}
 {sbatch} >{key}.answer 2>{key}.said
 status=$?
@@ -120,7 +125,7 @@ class SshLoginNode(LoginNode):
         )
         if done.returncode != 0:
             raise LauncherError(f"{self._ssh.name}: {done.stderr.strip() or done.stdout.strip()}")
-        runs, latest, *_ = [*done.stdout.split("\n"), "", ""]
+        runs, latest = ("".join(values(done.stdout, name)) for name in ("runs", "latest"))
         if not runs.startswith("/") or not f"{runs}{latest}".isprintable():
             raise LauncherError(f"{self._ssh.name}: {runs[:200]!r} is no folder for runs")
         there = f"{runs}/{name}"
@@ -172,7 +177,7 @@ class SshLoginNode(LoginNode):
 
         done = self._ssh.rsync(*words, names=names, show=show if report else None)
         if done.returncode != 0:
-            raise LauncherError(f"rsync to {self._ssh.name}: {first_line(done.stderr)}")
+            raise LauncherError(f"rsync to {self._ssh.name}: {error_line(done.stderr)}")
 
     def discard(self, folder: RunFolder, *, used: bool) -> None:
         """Remove the run directory there and its mirror."""
@@ -200,6 +205,7 @@ class SshLoginNode(LoginNode):
             script.format(
                 folder=shlex.quote(folder.there),
                 key=file,
+                environment=of_slurm_command_in_bash(asks=False),
                 doubt=":" if again else f"[ ! -e {file}.begun ] || exit {DOUBTFUL}",
                 secrets="\n".join(f"export {n}={shlex.quote(v)}" for n, v in secrets.items()),
                 sbatch=shlex.join(argv),
@@ -208,7 +214,7 @@ class SshLoginNode(LoginNode):
 
     def answers(self, folder: RunFolder, keys: Sequence[str]) -> dict[str, str]:
         """Return what sbatch has answered; a connection that was cut off is waited for."""
-        own = "grep -xE '[0-9]+(;.*)?' submitted/{key} | tail -n 1"  # among what a site prints
+        own = "grep -aoE 'Submitted batch job [0-9]+' submitted/{key} | tail -n 1"
         lines = [f"[ ! -e submitted/{key} ] || echo {key} $({own.format(key=key)})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
         pairs = (line.partition(" ") for line in self._ssh.bash(script).stdout.splitlines())
@@ -240,7 +246,7 @@ class SshLoginNode(LoginNode):
         if done.returncode != 0:
             place = f"{self._ssh.name}:{folder.there}"
             raise LauncherError(
-                f"the jobs are submitted, but {place} cannot be written: {first_line(done.stderr)}"
+                f"the jobs are submitted, but {place} cannot be written: {error_line(done.stderr)}"
             )
 
     # ---- An earlier run
@@ -293,7 +299,7 @@ class SshExchange:
         """Ask all watchdogs of the newest attempt."""
         done = self._bash(f": >ask-{name}")
         if done.returncode != 0:
-            raise LauncherError(f"{self._logs}: {NO_WATCHDOG}: {first_line(done.stderr)}")
+            raise LauncherError(f"{self._logs}: {NO_WATCHDOG}: {error_line(done.stderr)}")
 
     def answers(self, name: str) -> Iterable[bytes]:
         """Return the answers that have come."""
@@ -346,35 +352,39 @@ def working_tree(folder: Path) -> WorkingTree:
         LauncherError: git is not installed, or the folder is not a repository.
     """
     try:
-        top = run_git(folder, "rev-parse", "--show-toplevel")
+        top = rev_parse(folder, "--show-toplevel")
     except FileNotFoundError:
         why = "git is not in PATH, and only git knows what belongs to a project"
         raise LauncherError(why) from None
-    if top.returncode != 0:
-        message = first_line(os.fsdecode(top.stderr)).removeprefix("fatal: ")
+    except subprocess.CalledProcessError as error:
+        message = first_line(os.fsdecode(error.stderr)).removeprefix("fatal: ")
         raise LauncherError(
             f"{folder}: {message}. Which files belong to the project is asked of git: `git init` "
             "there (what .gitignore names stays here), or submit from the login node"
-        )
+        ) from None
+    except subprocess.SubprocessError as error:
+        raise LauncherError(f"{folder}: {error}") from None
     if not is_own_tree(folder):
         raise LauncherError(
             f"{folder}: its .git names another repository or working tree, whose files would be "
             "copied; submit from there, or look at .git"
         )
-    root = Path(os.fsdecode(top.stdout).rstrip("\n"))
+    root = Path(top)
     return WorkingTree(root=root, names=tuple(dict.fromkeys(_files(root, ""))))
 
 
 def _files(root: Path, below: str) -> Iterator[str]:
     """Yield the files of the repository `below` the root, and of those within it."""
-    listed = run_git(root / below, "ls-files", "-z", "-co", "--exclude-standard")
+    listed = run_git(root / below, "ls-files", "-z", "-t", "-co", "--exclude-standard")
     if listed.returncode != 0:
         raise LauncherError(f"git ls-files in {root / below}: {os.fsdecode(listed.stderr).strip()}")
-    for entry in os.fsdecode(listed.stdout).split("\0"):
-        name = str(Path(below, entry))
+    for entry in os.fsdecode(listed.stdout).split("\0")[:-1]:
+        if (listed_name := _LISTED.match(entry)) is None:
+            raise LauncherError(f"git ls-files in {root / below} prints {entry[:80]!r}")
+        name = str(Path(below, listed_name[1]))
         path = root / name
         through_link = any((root / parent).is_symlink() for parent in list(Path(name).parents)[:-1])
-        if not entry or through_link or not os.path.lexists(path):
+        if through_link or not os.path.lexists(path):
             continue  # git still lists a file that was deleted, or replaced by a link
         if path.is_symlink() or not path.is_dir():
             yield name

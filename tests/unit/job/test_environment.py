@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.runs.environment import without_outer_job
+from toolkit.job.environment import without_outer_job
 from toolkit.slurm import commands
 from toolkit.slurm.login.ssh import SshConnection
 
@@ -24,7 +24,7 @@ JOB, RANK = {"SLURM_JOB_ID": "17"}, {"TORCHELASTIC_RUN_ID": "17-0"}
         ("SLURM_JOB_NODELIST SLURM_MEM_PER_CPU SLURM_CPU_BIND SLURM_PROCID", 0, 0, 0, 1),
         ("SLURM_RESTART_COUNT SLURM_TIME_FORMAT SLURM_CLUSTERS SLURM_CONF_X", 0, 0, 0, 1),
         ("SLURMD_NODENAME SRUN_DEBUG SRUN_CPUS_PER_TASK", 0, 0, 0, 1),
-        ("SQUEUE_PARTITION SACCT_FORMAT SINFO_FORMAT SCANCEL_STATE", 0, 0, 0, 1),
+        ("SQUEUE_PARTITION SACCT_FORMAT SINFO_FORMAT SCANCEL_STATE SCONTROL_ALL", 0, 0, 0, 1),
         ("CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ROCR_VISIBLE_DEVICES", 1, 0, 1, 1),
         ("RANK LOCAL_RANK WORLD_SIZE GROUP_RANK ROLE_NAME MASTER_ADDR MASTER_PORT", 0, 0, 0, 0),
         ("PET_NNODES PET_STANDALONE TORCHELASTIC_RESTART_COUNT", 0, 0, 0, 0),

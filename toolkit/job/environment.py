@@ -1,7 +1,8 @@
-"""The environment of what starts a run, without that of the job it is started in.
+"""The environment of what starts a run, and of Slurm's commands.
 
 In an allocation, a job's step or a rank, the environment describes that job. sbatch passes it on:
 srun would read SLURM_MEM_PER_CPU or SLURM_CPU_BIND as options of the new job, torchrun every PET_*.
+Other variables, such as SQUEUE_STATES, change what Slurm's commands print.
 """
 
 import os
@@ -20,7 +21,7 @@ _OF_JOB = re.compile(
     "|TRES_PER_TASK|DISTRIBUTION|HINT|CORE_SPEC|THREAD_SPEC|THREADS_PER_CORE|OVERCOMMIT|NO_KILL"
     "|ARRAY_INX|EXPORT|GET_USER_ENV|OPEN_MODE|SIGNAL|WAIT)"
     # What people set for their own listings would hide jobs.
-    "|(SQUEUE|SACCT|SINFO|SCANCEL)_.*"
+    "|(SQUEUE|SACCT|SINFO|SCANCEL|SCONTROL)_.*"
 )
 
 _OF_PROCESS = re.compile("PMI2?_.*|PMIX_(?!MCA_).*|OMPI_COMM_WORLD_.*|TRAIN_MEETING")
@@ -28,6 +29,10 @@ _OF_PROCESS = re.compile("PMI2?_.*|PMIX_(?!MCA_).*|OMPI_COMM_WORLD_.*|TRAIN_MEET
 
 _OF_RANK = re.compile("WANDB_(RUN_ID|RESUME|NAME|RUN_GROUP|SERVICE)")
 """Set in each rank, by our own hook or wandb. Elsewhere they are the user's."""
+
+_TIME_FORMAT = "SLURM_TIME_FORMAT"
+"""Makes Slurm's commands print times in seconds since 1970: their default format has no offset, and
+the cluster may be in another time zone. sbatch would pass it to the job."""
 
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES")
 
@@ -62,3 +67,23 @@ def without_outer_job(
             folder for folder in folders if not folder.endswith("/watchdog/site")
         )
     return kept
+
+
+def of_slurm_command(*, asks: bool) -> dict[str, str]:
+    """Return the environment of a command of Slurm, so that no variable changes its answer.
+
+    Args:
+        asks: Whether the command changes nothing.
+    """
+    return without_outer_job() | ({_TIME_FORMAT: "%s"} if asks else {})
+
+
+def of_slurm_command_in_bash(*, asks: bool) -> str:
+    """Return lines of bash that make this environment on a login node."""
+    lines = [
+        f"_ours='^({_OF_JOB.pattern})$' _of_cluster='^{_OF_CLUSTER.pattern}$'",
+        'for _name in "${!S@}"; do',
+        '  [[ ! $_name =~ $_ours || $_name =~ $_of_cluster ]] || unset "$_name"',
+        "done",
+    ]
+    return "\n".join([*lines, *([f"export {_TIME_FORMAT}=%s"] if asks else [])])
