@@ -13,6 +13,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, SANDBOX, TOOLKIT, Cluster, Until
+from tests.support.asked_slurm import JOBS
 from tests.support.slurm_site import Site, failure, output
 from tests.system.slurm.test_chains import Shell, started
 from tests.unit.slurm.test_submission import submit_a_chain_to_one_that_answers_too_late
@@ -143,7 +144,7 @@ def forgetful(site: Site, *, without: str = "squeue") -> SlurmLauncher:
 
     def command(argv: Sequence[str]) -> Answer:
         if argv[0] == without:
-            return subprocess.CompletedProcess(list(argv), 0, "", "")
+            return subprocess.CompletedProcess(list(argv), 0, JOBS, "")
         return site._command(argv)
 
     return SlurmLauncher(site.profile, command=command)
