@@ -148,8 +148,8 @@ RANK = "${JOB_COMPLETION_INDEX:-${HOSTNAME##*-}}"
         ("JobSet", 0, ("Completed", "AllJobsCompleted")),
         ("Job", 0, ("Complete", "CompletionsReached")),
         ("PyTorchJob", 42, ("Failed", "PyTorchJobFailed")),
-        ("TrainJob", 42, ("Failed", "FailJobSetFailurePolicyAction")),
-        ("JobSet", 42, ("Failed", "FailJobSetFailurePolicyAction")),
+        ("TrainJob", 42, ("Failed", "FailedJobs")),
+        ("JobSet", 42, ("Failed", "FailedJobs")),
         ("Job", 42, ("Failed", "PodFailurePolicy")),
     ],
 )
@@ -185,6 +185,61 @@ def test_a_job_counts_failures_by_index_and_none_of_an_eviction(
     assert busy.job("t")["status"]["failed"] == 0
     busy.kill(first[0])
     assert ended(busy) == ("Failed", "MaxFailedIndexesExceeded")
+
+
+def nodes_of(server: FakeKubernetes) -> list[tuple[str, bool]]:
+    """Return the nodes of a workload's pods that have not ended, and whether they are deleted."""
+    return sorted(
+        (pod["spec"]["nodeName"], "deletionTimestamp" in pod["metadata"])
+        for pod in server.pods("t")
+        if pod["status"]["phase"] == "Running"
+    )
+
+
+EARLY: dict[str, Any] = {"podReplacementPolicy": "TerminatingOrFailed", "podFailurePolicy": None}
+
+
+@pytest.mark.parametrize(
+    ("policy", "replaced"),
+    [
+        (EARLY, True),
+        ({"podReplacementPolicy": "Failed", "podFailurePolicy": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_pod_of_a_lost_node_stays_and_its_job_replaces_it_or_not(
+    busy: FakeKubernetes, until: Until, policy: dict[str, Any], replaced: bool
+) -> None:
+    """Seen on 1.35: a podFailurePolicy forces the policy Failed, and a lost pod never fails."""
+    limits = {"backoffLimitPerIndex": 2, "maxFailedIndexes": 0}
+    shell(busy, "Job", "exec sleep 60", **limits, **policy)
+    until(lambda: len(nodes_of(busy)) == 2, "both run")
+    lost = busy.pods("t")[0]["metadata"]["name"]
+    node = busy.cut_power(lost)
+    busy.delete(lost, kind="Pod")
+    gone = (node, True)
+    if replaced:
+        until(lambda: len(nodes_of(busy)) == 3, "another pod runs")
+        assert gone in nodes_of(busy)
+        assert busy.job("t")["status"]["failed"] == 1, "it counts"
+        assert [n for n, deleted in nodes_of(busy) if not deleted].count(node) == 0
+    else:
+        until(lambda: busy.job("t")["status"]["terminating"] == 1, "it is being deleted")
+        assert gone in nodes_of(busy) and len(nodes_of(busy)) == 2
+        assert busy.job("t")["status"].get("failed", 0) == 0
+
+
+def test_a_forced_deletion_of_a_lost_pod_makes_way_for_a_pytorchjobs_pod_alone(
+    busy: FakeKubernetes, until: Until
+) -> None:
+    """The finalizer of the Job controller keeps a Job's pod."""
+    shell(busy, "PyTorchJob", "exec sleep 60")
+    until(lambda: len(nodes_of(busy)) == 2, "both run")
+    lost = busy.pods("t")[0]["metadata"]["name"]
+    node = busy.cut_power(lost)
+    until(lambda: (node, True) in nodes_of(busy), "it is being deleted")
+    busy.delete_by_force(lost)
+    until(lambda: len(nodes_of(busy)) == 2 and node not in dict(nodes_of(busy)), "replaced")
 
 
 def test_a_deadline_ends_a_job_to_the_second(busy: FakeKubernetes) -> None:

@@ -115,11 +115,12 @@ class Retries(FrozenModel):
 
     preemptions: types.NaturalInt | None = None
     """New attempts after a preemption, the time limit, or an operator's requeue; by default any
-    number, as long as `no_progress` allows. Slurm and this machine count them, pods do not."""
+    number, as long as `no_progress` allows. On Kubernetes, how often each pod of a Job or JobSet is
+    replaced beyond `requeue`: 4 times by default."""
 
     no_progress: types.PositiveInt = 3
-    """The run ends after this many attempts in a row without a new step in `outcome.json`. The pods
-    of a PyTorchJob or a Job start again one by one, and do not count them."""
+    """The run ends after this many attempts in a row without a new step in `outcome.json`. Pods
+    count their own starts."""
 
 
 class Notify(FrozenModel):
@@ -307,9 +308,10 @@ class JobSpec(FrozenModel):
     stall_timeout_s: types.Limit | None = Field(default=None, alias="stall_timeout")
     """A run without a step for so long, like `10m`, is [stalled](../how-to/hangs.md): the ranks
     that keep the others waiting are named and killed, which is a failure as `retries` counts them.
-    A script that writes no `metrics.jsonl` must print something in this time. By default the time
-    is learned from the run's own steps, and a stall is only reported; `never` leaves the watchdog
-    out."""
+    While a rank [computes](../how-to/hangs.md#a-rank-that-computes), none is killed for ten times
+    as long, and at least an hour. In a script that writes no `metrics.jsonl`, output counts as a
+    step. By default the time is learned from the run's own steps, and a stall is only reported;
+    `never` leaves the watchdog out."""
 
     log_pattern: types.LogPattern | None = None
     """A regular expression of Python that finds `(?P<step>…)` and other figures, like

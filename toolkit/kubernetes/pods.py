@@ -14,7 +14,6 @@ from datetime import datetime
 
 from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import Object
-from toolkit.planning.kubernetes import ATTEMPT_LABEL
 from toolkit.runs.failure import STOPS
 from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.torchrun_report import read_reports, report_texts
@@ -27,11 +26,17 @@ FATAL = 42
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing")
 """Reasons for waiting that are no trouble."""
 
+_NO_START = ("StartError", "ContainerCannotRun")
+"""Reasons of a container whose first program the image does not have."""
+
 _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated")
 """Reasons in a pod's status when the kubelet or its node has ended it."""
 
 _LACKING = re.compile(r"\d Insufficient ([\w./-]*\w)")
 """The scheduler's message about nodes that have too little of a resource."""
+
+ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
+"""The label of pods in which JobSet counts the starts of all of them."""
 
 _INDEX_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
@@ -126,6 +131,10 @@ def trouble(pod: Object) -> str:
     for waiting in _states(pod, "waiting"):
         if waiting.get("reason") not in (*_ON_THE_WAY, None):
             return sentence(name, waiting, killed)
+    for ended in _states(pod, "terminated"):
+        if ended.get("reason") in _NO_START:
+            advice = "the image must have /bin/sh, and what `command` names"
+            return f"{sentence(name, ended)}; {advice}"
     if killed:
         return f"{name}: OOMKilled, started again"
     return ""
@@ -153,12 +162,32 @@ def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object
             yield state
 
 
+def failed_for_good(pod: Object) -> bool:
+    """Whether a pod has ended so that another start of it would end alike."""
+    is_over = (pod.get("status") or {}).get("phase") == "Failed"
+    return is_over and any(
+        end.get("reason") in _NO_START
+        or (end.get("exitCode") == FATAL and not pod["metadata"].get("deletionTimestamp"))
+        for end in _states(pod, "terminated")
+    )
+
+
+def _repeats_the_end(pod: Object) -> bool:
+    """Whether a pod was made after the end of its run, and has only said so again."""
+    ends = list(_states(pod, "terminated"))
+    return failed_for_good(pod) and all(
+        _OF_ENTRYPOINT.fullmatch(str(end.get("message") or "").rstrip("\n")) for end in ends
+    )
+
+
 def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
     """Return the newest of each pod, without those that had ended before the newest one was made.
 
     The pods of a Job that failed earlier stay, and those of its last start may be deleted.
     """
-    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    every = list(pods)
+    own = [pod for pod in every if not _repeats_the_end(pod)] or every
+    by_age = sorted(own, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
     newest = list({short_name(pod): pod for pod in by_age}.values())
     made = max((seconds_of(pod["metadata"].get("creationTimestamp")) for pod in newest), default=0)
 
@@ -179,8 +208,8 @@ def scheduled_of(pods: Iterable[Object]) -> list[Scheduled]:
     for pod in pods:
         starts[attempt_of(pod)].append(pod)
     found = []
-    for attempt, own in starts.items():
-        of_start = own if attempt is not None else pods_of_last_start(own)
+    for own in starts.values():
+        of_start = pods_of_last_start(own)
         made = [seconds_of(pod["metadata"].get("creationTimestamp")) for pod in of_start]
         given = [
             seconds_of(true_conditions(pod).get("PodScheduled", {}).get("lastTransitionTime"))

@@ -53,6 +53,9 @@ _READ_ATTEMPTS = 4
 
 _SHORTEST_PAUSE_S = 0.2
 
+_FAILED_PODS_S = 3.0
+"""How often a caller who waits looks for pods that have failed for good."""
+
 
 class KubernetesRun(Run):
     """An object of a cluster that makes the pods of a run."""
@@ -80,6 +83,7 @@ class KubernetesRun(Run):
         """The uid of its object, if that was seen to run."""
         self._watch: ObjectWatch | None = None
         self._causes = FOR_WAIT
+        self._next_look_at_pods = 0.0
 
     @property
     def selector(self) -> str:
@@ -139,13 +143,27 @@ class KubernetesRun(Run):
                 objects = {self.object_name: obj}
         names = [part.object_name for part in parts]
         present = {name: objects[name] for name in names if name in objects}
-        evidence = evidence_of(self.cluster, self.kind, present, causes=causes)
+        evidence = evidence_of(
+            self.cluster,
+            self.kind,
+            present,
+            causes=causes,
+            with_failed_pods=self._looks_for_failed_pods(),
+        )
         return [
             part._seen(status_of(self.kind, present[name], evidence.get(name)), present[name])
             if name in present
             else part._gone()
             for name, part in zip(names, parts, strict=True)
         ]
+
+    def _looks_for_failed_pods(self) -> bool:
+        """Whether it is time to do so; a caller who waits asks far more often."""
+        if self._watch is None:
+            return True
+        if due := time.monotonic() >= self._next_look_at_pods:
+            self._next_look_at_pods = time.monotonic() + _FAILED_PODS_S
+        return due
 
     def _gone(self) -> RunStatus:
         """Return the status of a run whose object does not exist."""

@@ -21,6 +21,7 @@ from toolkit.kubernetes.pods import (
     conditions_of,
     container_statuses,
     disruption,
+    failed_for_good,
     first_death,
     is_running,
     is_starting,
@@ -51,6 +52,9 @@ _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """The label of objects that wait in a LocalQueue."""
+
+_UIDS = re.compile(r" ?\((?:Job)?UID: [^()]{1,200}\)")
+"""How Kueue names the workload that has taken the quota (Kueue 0.19)."""
 
 _BY_SOMEBODY = "somebody has deactivated its Workload"
 
@@ -91,8 +95,12 @@ def evidence_of(
     objects: Mapping[str, Object],
     *,
     causes: frozenset[RunState] = FOR_ONE,
+    with_failed_pods: bool = True,
 ) -> dict[str, Evidence]:
     """Return, by name, what shows why runs in the states `causes` wait, run badly or have failed.
+
+    Of the other runs, `with_failed_pods` adds the pods of those that have failed for good, which
+    some kinds of workload show minutes later.
 
     Without the right to list pods, events or Workloads the states are still returned.
 
@@ -100,6 +108,7 @@ def evidence_of(
         Away: the server does not answer.
     """
     states = {name: state_of(kind, obj)[0] for name, obj in objects.items()}
+    unsure = [n for n, state in states.items() if state is RunState.RUNNING not in causes]
     held = {n for n in states if is_suspended(objects[n]) and not states[n].final}
     waits = RunState.PENDING in causes
     states = {n: s for n, s in states.items() if s in causes or (waits and n in held)}
@@ -128,13 +137,19 @@ def evidence_of(
     if failed and kind.jobs:
         for job in unless_refused(lambda: cluster.jobs_of(failed)) or []:
             jobs[label_of(job, JOBSET_LABEL)].append(job)
-    return {
+    ended: defaultdict[str, list[Object]] = defaultdict(list)
+    if unsure and kind.replaces_failed and with_failed_pods:
+        selector = pod_selector_of(kind, selector_of(RUN_LABEL, unsure))
+        for pod in unless_refused(lambda: cluster.failed_pods(selector)) or []:
+            if failed_for_good(pod):
+                ended[label_of(pod, RUN_LABEL)].append(pod)
+    return {name: Evidence(pods=own) for name, own in ended.items() if name in unsure} | {
         name: Evidence(
             pods=pods[name],
             warnings=[event for stuck_name in stuck.get(name, ()) for event in events[stuck_name]],
             jobs=jobs[name],
             queued=queued,
-            lost=_lost_node(cluster, pods[name]) if not states[name].final else "",
+            lost=_lost_node(cluster, kind, pods[name]) if not states[name].final else "",
         )
         for name in states
     }
@@ -149,11 +164,12 @@ def by_owner(things: Iterable[Object]) -> dict[str, Object]:
     return owned
 
 
-def _lost_node(cluster: Cluster, pods: Iterable[Object]) -> str:
+def _lost_node(cluster: Cluster, kind: WorkloadKind, pods: Iterable[Object]) -> str:
     """Return which node of running pods is lost and since when; empty where all are ready.
 
-    Kubernetes shows the pods of a lost node as running until they are replaced; only their
-    condition Ready is false. Without the right to read nodes, the sentence names the pod.
+    Kubernetes shows the pods of a lost node as running until the node is back or removed; only
+    their condition Ready is false. Without the right to read nodes, the sentence names the pod. The
+    pods of a PyTorchJob have fixed names, so the lost one stands in the way of its replacement.
     """
     for pod in pods:
         states = (status.get("state") or {} for status in container_statuses(pod))
@@ -161,18 +177,25 @@ def _lost_node(cluster: Cluster, pods: Iterable[Object]) -> str:
         if not any(state.get("running") for state in states) or ready.get("status") != "False":
             continue
         name, where = str((pod.get("spec") or {}).get("nodeName") or ""), short_name(pod)
+        advice = ""
+        if pod["metadata"].get("deletionTimestamp"):
+            if kind.replaces_failed:
+                continue
+            own = pod["metadata"]["name"]
+            advice = f"; if it is down, `kubectl delete pod {own} --force` lets {where} be replaced"
         try:
             node = cluster.get(NODES, name) if name else None
         except Away:
             raise
         except LauncherError:
-            return f"{where} on node {name} is not ready since {ready.get('lastTransitionTime')}"
+            since = ready.get("lastTransitionTime")
+            return f"{where} on node {name} is not ready since {since}{advice}"
         if node is None:
             return f"node {name} of {where} is gone"
-        own = _ready(node)
-        if own.get("status") != "True":
-            since = own.get("lastTransitionTime")
-            return f"node {name} is NotReady since {since}, with {where} on it"
+        condition = _ready(node)
+        if condition.get("status") != "True":
+            since = condition.get("lastTransitionTime")
+            return f"node {name} is NotReady since {since}, with {where} on it{advice}"
     return ""
 
 
@@ -190,6 +213,13 @@ def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None)
         return _failed(obj, reason, evidence)
     if obj["metadata"].get("deletionTimestamp"):
         return RunStatus(state=RunState.RUNNING, reason="being stopped")
+    if any(map(failed_for_good, evidence.pods)):  # the object shows it after a few replacements
+        words = next(
+            (w for pod in evidence.pods if failed_for_good(pod) and (w := trouble(pod))), ""
+        )
+        return (
+            RunStatus(state=RunState.FAILED, reason=words) if words else _failed(obj, "", evidence)
+        )
     if state is RunState.UNKNOWN:
         return RunStatus(state=state, reason=reason)
     if is_suspended(obj):
@@ -251,14 +281,14 @@ def queue_reason(queue: str, workload: Object | None) -> str:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
     by_type = {condition["type"]: condition for condition in conditions_of(workload)}
     reserved, evicted = by_type.get("QuotaReserved", {}), by_type.get("Evicted", {})
-    why, words = str(evicted.get("message") or ""), str(reserved.get("message") or "")
+    why, words = (_UIDS.sub("", str(c.get("message") or "")) for c in (evicted, reserved))
     if workload.get("spec", {}).get("active") is False:
         by_itself = str(evicted.get("reason")).startswith("DeactivatedDueTo")
         who = f"Kueue has deactivated its Workload: {why}" if by_itself else _BY_SOMEBODY
         return f"queue {queue!r}: held: {who}"
     before = ""
     if is_evicted := evicted.get("status") == "True":
-        before = f"evicted by Kueue ({sentence('', evicted)}); "
+        before = f"evicted by Kueue ({sentence('', {**evicted, 'message': why})}); "
     if reserved.get("status") == "True":
         then = "its pods are being stopped" if is_evicted else "has its quota, waits for admission"
         return f"queue {queue!r}: {before}{then}"

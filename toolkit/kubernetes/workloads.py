@@ -87,6 +87,9 @@ class WorkloadKind(ApiResource):
     jobs: bool = False
     """Whether Jobs stand between it and its pods."""
 
+    replaces_failed: bool = True
+    """Whether pods that have failed for good are replaced a few times before the object fails."""
+
 
 _PENDING, _RUNNING = RunState.PENDING, RunState.RUNNING
 _FAILED, _SUCCEEDED = RunState.FAILED, RunState.SUCCEEDED
@@ -98,6 +101,7 @@ KINDS: Mapping[Workload, WorkloadKind] = {
         api_version="kubeflow.org/v1",
         operator="the Kubeflow Training Operator (training-operator v1)",
         container="pytorch",
+        replaces_failed=False,
         conditions={
             "Failed": _FAILED,
             "Succeeded": _SUCCEEDED,

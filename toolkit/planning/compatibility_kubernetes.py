@@ -127,8 +127,8 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
                 "`workload: JobSet`",
                 *(("workdir",) if key == "workdir" else ()),
             )
-    # The run directory, the attempt and the started pods; submitted files bring two more.
-    own = 5 if payload_dir_of(job) else 3
+    # The run directory and the started pods; submitted files bring two more.
+    own = 4 if payload_dir_of(job) else 2
     names = {*environment(job, profile), *job.secrets}
     if (count := own + sum(not name.startswith("PET_") for name in names)) > TRAINJOB_ITEMS_MAX:
         yield refusal(

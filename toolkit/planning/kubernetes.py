@@ -26,18 +26,17 @@ _OPERATORS_PORT = 23456
 _INDEX_LABEL = "training.kubeflow.org/replica-index"
 """The label of the pods of a PyTorchJob with their number."""
 
-SPARE_RESTARTS = 100
-"""Restarts beyond `retries.requeue` that the cluster grants, since preemptions use them up, too;
-only the entrypoint counts failures."""
-
-ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
-"""The label of pods in which JobSet counts the starts of all of them."""
+LOST_PODS = 4
+"""How often a pod of a Job or JobSet may be lost without a failure of its own (node, eviction,
+preemption), unless `retries.preemptions` says so; the entrypoint counts failures. Each replacement
+waits twice as long as the one before, 10 s at first (Kubernetes, pod backoff failure policy), also
+those that only end a run that has failed for good."""
 
 _INDEX = "JOB_COMPLETION_INDEX"
 """The variable with the number of a pod, as Kubernetes sets it in Indexed Jobs."""
 
 _START = "batch.kubernetes.io/controller-uid"
-"""The label of pods that names the Job they belong to; a JobSet makes a new one for each start."""
+"""The label of pods that names the Job they belong to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,8 @@ class KubernetesPlan(plans.LaunchPlan):
     """PyTorchJob: pods by role."""
 
     backoff_limit: int | None = None
-    """PyTorchJob: container restarts over all pods before it has failed; Job: failures of one pod;
-    JobSet: restarts of all pods together."""
+    """PyTorchJob: container restarts over all pods before it has failed; Job and JobSet: how often
+    a pod is replaced."""
 
     rdzv_endpoint: str | None = None
     """`HOST:PORT` of the rendezvous; None if the operator sets the address of its Master."""
@@ -94,9 +93,6 @@ class KubernetesPlan(plans.LaunchPlan):
 
     from_labels: Mapping[str, str] = field(default_factory=dict)
     """Variables whose value is a label of the pod, and that label."""
-
-    gang: bool = False
-    """Whether all pods start again when one has failed."""
 
     points: tuple[Point, ...] = ()
     """The points of a sweep, each an object of its own; none without one."""
@@ -135,10 +131,8 @@ class KubernetesPlan(plans.LaunchPlan):
         """Whether the watchdog tells Kubeflow Trainer how far the run is."""
         return self.workload == "TrainJob"
 
-    @property
-    def counts_attempts(self) -> bool:
-        """Whether each start is an attempt with a folder of its own."""
-        return self.gang
+    counts_attempts = False
+    """Whether each start is an attempt with a folder of its own; pods start again one by one."""
 
     def named(self, name: str) -> "KubernetesPlan":
         """Return this plan for a run of another name, with a run directory of that name.
@@ -197,6 +191,14 @@ class KubernetesPlan(plans.LaunchPlan):
     def keeps_runs(self) -> bool:
         """Whether the run directory outlives the pods."""
         return self.profile.runs_claim is not None
+
+    @property
+    def ends_by_mark(self) -> bool:
+        """Whether a pod that has failed for good tells the others by a mark in the run directory.
+
+        The operator of a PyTorchJob ends the run by the exit status of one pod.
+        """
+        return self.workload != "PyTorchJob" and self.keeps_runs
 
     @property
     def own_service(self) -> bool:
@@ -371,7 +373,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
     job, name = plan.job, plan.run_name
     service = plan.profile.service or name
     first = pods.first_pod(plan.workload, name, plan.profile.service)
-    spare = SPARE_RESTARTS if job.retries.requeue and plan.profile.runs_claim else 0
+    spare = job.retries.preemptions if job.retries.preemptions is not None else LOST_PODS
     in_jobset = plan.workload != "Job"
     # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
     kept_back = [n for n in plan.env if plan.workload == "TrainJob" and n.startswith("PET_")]
@@ -382,11 +384,10 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
         torchrun=_meeting_at(f"{first}:{PORT}", plan),
         rdzv_endpoint=f"{first}:{PORT}",
         host_port=PORT if plan.profile.host_network else None,
-        backoff_limit=job.retries.requeue + spare,
+        backoff_limit=job.retries.requeue + (spare if plan.keeps_runs else 0),
         subdomain=None if in_jobset else service,
         pod_restart_policy="Never",
-        from_labels=({"TRAIN_ATTEMPT": ATTEMPT_LABEL} if in_jobset else {}) | {STARTED: _START},
-        gang=in_jobset,
+        from_labels={STARTED: _START},
     )
 
 
@@ -405,7 +406,12 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
     name, notes = profile.name, []
     if profile.runs_claim is None:
         notes.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")
-        if job.retries.requeue:
+        if pods.workload_of(job, profile) == "TrainJob":
+            notes.append(
+                "without runs_claim the pods of a TrainJob are started again after every failure, "
+                "as often as its TrainingRuntime allows"
+            )
+        elif job.retries.requeue:
             notes.append(
                 "without runs_claim nobody can count failures or tell those that may pass: each "
                 "is tried again, as often as the cluster counts"

@@ -195,10 +195,11 @@ class KubernetesProfile(SiteProfile):
     """Taints of nodes that the pods tolerate."""
 
     lost_node_toleration_s: types.Duration = Field(
-        default=30, alias="lost_node_toleration", json_schema_extra={"default": "30s"}
+        default=5, alias="lost_node_toleration", json_schema_extra={"default": "5s"}
     )
     """How long a pod stays on a node that is not ready or unreachable before another pod replaces
-    it; by itself Kubernetes would wait for five minutes."""
+    it. Kubernetes waits 40 to 50 s before it marks a silent node so, and its own default here is
+    five minutes."""
 
     one_pod_per_node: types.Flag = False
     """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one

@@ -30,6 +30,7 @@ the same in two kinds, say `kind=`:
 | `condition(NAME, TYPE, reason=, message=)` | makes a condition true |
 | `pod_status(POD, waiting=, **status)`, `warn(NAME, REASON, WORDS)` | set a status, add an event |
 | `evict(POD)`, `kill(POD)`, `oom(POD)` | with auto_run: disruption, SIGKILL, out of memory |
+| `cut_power(POD)` | with auto_run: its node is lost; the pod is deleted and stays |
 | `admit(NAME)`, `queue_says(NAME, REASON, MESSAGE)`, `preempt(NAME)` | Kueue's Workload |
 
 Faults on demand:

@@ -273,6 +273,20 @@ class Hands(Execs):
             self.settle()
             return name
 
+    def cut_power(self, pod_name: str) -> str:
+        """Take the power of a pod's node away, with auto_run; return the node's name."""
+        with self.changed:
+            node = str(self._live(POD, pod_name, None)["spec"]["nodeName"])
+            self.power_off(node)
+            self.settle()
+            return node
+
+    def delete_by_force(self, pod_name: str) -> None:
+        """Delete a pod with a grace period of 0."""
+        with self.changed:
+            self.end_pod(self._live(POD, pod_name, None), 0)
+            self.settle()
+
     def kill(self, pod_name: str) -> None:
         """Kill all processes of a pod's container, with auto_run."""
         with self.changed:

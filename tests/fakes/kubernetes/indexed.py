@@ -58,6 +58,8 @@ def count(cluster: Kubelet, pod: Object) -> None:
     if job["metadata"]["uid"] != owner["uid"] or uid in tally.counted:
         return
     index = int(pod["metadata"]["annotations"][INDEX])
+    if _replaced_early(job) and "deletionTimestamp" in pod["metadata"] and phase != "Succeeded":
+        phase = "Failed"
     if phase == "Succeeded":
         tally.done.add(index)
     elif phase == "Failed":
@@ -71,6 +73,12 @@ def count(cluster: Kubelet, pod: Object) -> None:
     else:
         return
     tally.counted.add(uid)
+
+
+def _replaced_early(job: Object) -> bool:
+    """Whether pods that are being deleted are replaced before they have ended."""
+    default = "Failed" if job["spec"].get("podFailurePolicy") else "TerminatingOrFailed"
+    return bool(job["spec"].get("podReplacementPolicy", default) == "TerminatingOrFailed")
 
 
 def _why(pod: Object) -> str:
@@ -222,7 +230,7 @@ def _count_pods(cluster: Kubelet, job: Object, tally: Tally) -> None:
 def _make_pods(cluster: Kubelet, job: Object, tally: Tally, pods: list[Object]) -> None:
     spec = job["spec"]
     over = ("Succeeded", "Failed") if cluster.auto_run else ()
-    replace_early = spec.get("podReplacementPolicy") == "TerminatingOrFailed"
+    replace_early = _replaced_early(job)
     there = {
         int(pod["metadata"]["annotations"][INDEX])
         for pod in pods
@@ -232,7 +240,8 @@ def _make_pods(cluster: Kubelet, job: Object, tally: Tally, pods: list[Object]) 
     }
     wanted = set(range(spec.get("completions") or 1)) - tally.done - tally.failed_indexes
     for index in sorted(wanted - there)[: max(0, spec.get("parallelism", 1) - len(there))]:
-        wait_s = cluster.back_off_s if tally.failures.get(index) else 0
+        failures = tally.failures.get(index, 0)
+        wait_s = cluster.back_off_s * 2 ** (failures - 1) if failures else 0
         # A pod that failed is replaced after a while; the Job is looked at again then.
         due = cluster.memory.setdefault(("due", job["metadata"]["uid"], index), {})
         if wait_s and due.get("failures") != tally.failures[index]:

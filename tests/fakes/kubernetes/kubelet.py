@@ -17,15 +17,17 @@ from typing import Any
 from tests.fakes.kubernetes.admission import admit_create
 from tests.fakes.kubernetes.api import Api
 from tests.fakes.kubernetes.containers import Container, Hosts
-from tests.fakes.kubernetes.nodes import not_pulled, not_scheduled
+from tests.fakes.kubernetes.nodes import node_for, not_pulled, not_scheduled, tolerated_s
 from tests.fakes.kubernetes.resources import of_kind
-from tests.fakes.kubernetes.store import stamp
+from tests.fakes.kubernetes.store import controller_of, stamp
 from tests.fakes.kubernetes.wire import Object, Refusal, Request
 
 __all__ = ["Kubelet", "condition_of", "container_status", "exit_code", "set_condition"]
 
 POD = of_kind("Pod")
 _DISRUPTION = "DisruptionTarget"
+_WORTH_WAITING_S = 60.0
+"""Longer tolerations of a lost node than this are not waited for here, shorter ones are over."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Log:
 
 
 class Kubelet(Api):
-    """The API server with one large node."""
+    """The API server with three large nodes."""
 
     root: Path
     """Where volumes lie: `claims/NAME`, or `pods/POD/VOLUME` for an emptyDir."""
@@ -63,6 +65,8 @@ class Kubelet(Api):
         """When a failed container starts again; a real kubelet waits for ten seconds and more."""
         self.clean_after_s = clean_after_s
         """When the Training Operator deletes the running pods of a job that has ended."""
+        self.lost_nodes: set[str] = set()
+        """Nodes without power."""
         self.hosts = Hosts()
         self.memory: dict[Any, Any] = {}
         """Records of controllers, by the uid of the object."""
@@ -138,8 +142,9 @@ class Kubelet(Api):
         }
         pod["spec"].setdefault("restartPolicy", "Always")
         pod["spec"].setdefault("terminationGracePeriodSeconds", 30)
-        pod["spec"]["nodeName"] = "node-a"
         self.hosts.add(pod)
+        if node := node_for(pod, self.all(POD), self.lost_nodes):
+            pod["spec"]["nodeName"] = node
         self.put(POD, pod)
         if self.auto_run:
             self.in_background(lambda: self._run_pod(pod["metadata"]["name"], pod))
@@ -188,6 +193,10 @@ class Kubelet(Api):
         if grace_s is None:
             grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
         container = self._containers.get(pod["metadata"]["uid"])
+        is_lost = pod["spec"].get("nodeName") in self.lost_nodes
+        if is_lost and grace_s == 0 and controller_of(pod)["kind"] != "Job":
+            self.remove_pod(pod)  # a Job's pod has a finalizer, which outlives a forced deletion
+            return
         if "deletionTimestamp" in pod["metadata"]:
             if container is not None and grace_s == 0:
                 container.kill()
@@ -198,7 +207,7 @@ class Kubelet(Api):
         running = "running" in container_status(pod)["state"]
         if container is not None:
             container.terminate(grace_s)
-        elif not (running and self.hold_deletes):
+        elif not (running and (self.hold_deletes or is_lost)):
             self.remove_pod(pod)
 
     def remove_pod(self, pod: Object) -> None:
@@ -220,6 +229,27 @@ class Kubelet(Api):
         set_condition(pod, _DISRUPTION, reason=reason, message=message)
         self.put(POD, pod)
         self.end_pod(pod, None)
+
+    def power_off(self, node: str) -> None:
+        """Let a node vanish with all that runs on it; its pods are deleted after their toleration.
+
+        They stay in their phase until the node is back or its object is gone. A real cluster
+        notices after 40 to 50 s.
+        """
+        self.lost_nodes.add(node)
+        words = "Kubelet stopped posting node status."
+        ready = {"type": "Ready", "lastTransitionTime": stamp()}
+        status = {"reason": "NodeStatusUnknown", "message": words, "status": "Unknown"}
+        body: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}
+        self.put(of_kind("Node"), body | {"status": {"conditions": [ready | status]}})
+        for pod in self.all(POD):
+            if pod["spec"].get("nodeName") == node and pod["status"]["phase"] == "Running":
+                if (container := self._containers.get(pod["metadata"]["uid"])) is not None:
+                    container.kill()
+                pod["status"]["conditions"].append({**ready, "status": "False"})
+                self.put(POD, pod)
+                if tolerated_s(pod) <= _WORTH_WAITING_S:
+                    self.disrupt(pod, "DeletionByTaintManager")
 
     def kill_container(self, pod: Object) -> None:
         """Kill all processes of a pod's container."""
@@ -353,6 +383,8 @@ class Kubelet(Api):
             code = container.run(functools.partial(self.print_lines, identity))
             with self.changed:
                 del self._containers[uid]
+                if pod["spec"]["nodeName"] in self.lost_nodes and not self.closing:
+                    return  # nobody tells the API server
                 reason = "OOMKilled" if container.out_of_memory and code else ""
                 self.end_container(pod, code, reason=reason)
                 policy = pod["spec"]["restartPolicy"]

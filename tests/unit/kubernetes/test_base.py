@@ -299,26 +299,32 @@ def test_who_submits_has_no_right_to_services_policies_and_foreign_configmaps() 
     assert {verb for _, resource, verb in rights if resource == "configmaps"} == {"create"}
 
 
-def test_the_runtime_restarts_all_pods_unless_the_entrypoint_says_that_it_is_no_use() -> None:
+def test_the_runtime_replaces_pods_as_a_rendered_jobset_does() -> None:
     found = runtime()
     assert found["metadata"]["labels"] == {"trainer.kubeflow.org/framework": "torch"}
     assert found["spec"]["mlPolicy"] == {"numNodes": 1, "torch": {}}
     jobset, template = found["spec"]["template"]["spec"], node(found)
     assert jobset["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
-    (rule,) = jobset["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert template["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
-    rendered = workload("JobSet")["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert template["spec"]["backoffLimit"] == rendered["backoffLimit"] == 0
+    (rendered,) = workload("JobSet")["spec"]["replicatedJobs"]
+    own = {"parallelism", "completions", "activeDeadlineSeconds", "template"}
     mine, theirs = (
-        [(rule["action"], rule.get("onExitCodes")) for rule in spec["podFailurePolicy"]["rules"]]
-        for spec in (template["spec"], rendered)
+        {key: value for key, value in spec.items() if key not in own}
+        for spec in (template["spec"], rendered["template"]["spec"])
     )
-    assert mine == theirs
-    # As many as the JobSets that are rendered with a claim, and a few failures more or less.
-    assert jobset["failurePolicy"]["maxRestarts"] == 100
+    assert (
+        mine
+        == theirs
+        == {
+            "completionMode": "Indexed",
+            "backoffLimitPerIndex": 6,
+            "maxFailedIndexes": 0,
+            "podReplacementPolicy": "TerminatingOrFailed",
+        }
+    )
+    assert "failurePolicy" not in jobset, "its Job has then replaced pods as often as it may"
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,41 @@ def judged(found: Any, workload: Workload = "Job", **evidence: Any) -> RunStatus
     return status_of(KINDS[workload], found, Evidence(**evidence))
 
 
+def over(index: int, made: int, message: str, **more: Any) -> dict[str, Any]:
+    """Return a pod that has failed for good, with the end of its log."""
+    found = ended(index, exitCode=42, message=message) | more
+    found["status"]["phase"] = "Failed"
+    found["metadata"]["creationTimestamp"] = f"2026-01-01T00:00:{made:02}Z"
+    return found
+
+
+VERDICT = "torchrun ended with 1; fatal: rank 1: ValueError: NaN; not started again: 42\n"
+
+
+def test_a_run_has_failed_when_a_pod_has_for_good_though_its_object_replaces_pods() -> None:
+    job = thing(failed=1)
+    first = over(1, 0, f"[rank 1] ValueError: NaN\n{VERDICT}")
+    again = over(1, 10, VERDICT)
+    words = f"node-1: exit status 42: rank 1: ValueError: NaN; {VERDICT.strip()}"
+    assert judged(job, pods=[first]) == judged(job, pods=[again, first]) == status(FAILED, words)
+    assert judged(job, pods=[again]).state is FAILED, "where only the last one is left"
+    assert judged(job, pods=[ended(1, exitCode=138)]).state is RUNNING
+    deleted = over(1, 0, VERDICT)
+    deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:00Z"
+    assert judged(job, pods=[deleted]).state is RUNNING, "as before the run is submitted again"
+
+
+def test_an_image_without_a_shell_ends_the_run_with_words() -> None:
+    """The operator of a PyTorchJob makes such a pod again for ever (seen on 1.35)."""
+    why = "failed to create containerd task: exec: /bin/sh: no such file or directory"
+    lacking = ended(0, exitCode=128, reason="StartError", message=why)
+    lacking["status"]["phase"] = "Failed"
+    for job in (thing(condition("Running")), thing(condition("Restarting"))):
+        found = judged(job, "PyTorchJob", pods=[lacking])
+        advice = "the image must have /bin/sh, and what `command` names"
+        assert found == status(FAILED, f"node-0: StartError: {why}; {advice}")
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_each_kinds_words_for_its_end_are_known_and_no_other_kinds(workload: Workload) -> None:
     assert judged(thing(condition(DONE[workload])), workload) == status(SUCCEEDED)
@@ -256,6 +291,12 @@ def test_a_preempted_workload_a_held_one_and_one_that_is_not_there() -> None:
     )
     assert queue_reason("q", gave_up | {"spec": {"active": False}}) == (
         f"queue 'q': held: Kueue has deactivated its Workload: {words}"
+    )
+    words = "Preempted to accommodate a workload (UID: 4f-1, JobUID: 7c-2) due to prioritization"
+    taken = workload_of(Evicted={"status": "True", "reason": "Preempted", "message": words})
+    assert queue_reason("q", taken) == (
+        "queue 'q': evicted by Kueue (Preempted: Preempted to accommodate a workload due to "
+        "prioritization); waits"
     )
     assert "no Workload for it yet" in queue_reason("q", None)
 

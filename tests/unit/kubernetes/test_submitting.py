@@ -294,6 +294,15 @@ def test_attempts_are_bounded_and_the_last_words_are_shown(site: Site) -> None:
         site.submit()
     assert site.slept == [0.5, 1.0, 2.0, 4.0, 8.0]
     assert str(error.value).startswith(f"the Kubernetes API server cannot answer: {words} (6 att")
+    words = (
+        'Internal error occurred: failed calling webhook "mjobset.kb.io": failed to call webhook: '
+        'Post "https://jobset-webhook.jobset-system.svc:443/mutate?timeout=10s": dial tcp: refused'
+    )
+    site.server.faults = [Fault(method="PATCH", status=500, message=words, times=99)]
+    with pytest.raises(SchedulerMissing) as error:
+        site.submit()
+    who = "webhook mjobset.kb.io (jobset-webhook.jobset-system.svc)"
+    assert str(error.value).startswith(f"the operator behind {who} does not answer: {words} (6 att")
 
 
 @a_job

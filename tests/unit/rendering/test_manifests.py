@@ -211,18 +211,29 @@ def test_what_counts_failures_is_the_run_directory_where_there_is_one(
         assert (limit, policy) == (requeue * 3 + 1, "OnFailure")
 
 
-@pytest.mark.parametrize(("kind", "key"), [("JobSet", "maxRestarts"), ("Job", None)])
-def test_the_cluster_leaves_room_for_restarts_that_are_no_failures(
-    kind: str, key: str | None
-) -> None:
-    def limit(job: dict[str, Any], profile: dict[str, Any]) -> int:
-        spec = workload(manifest(job, profile, kind))["spec"]
-        found: int = spec["failurePolicy"][key] if key else spec["backoffLimitPerIndex"]
-        return found
+@pytest.mark.parametrize("kind", ["JobSet", "Job"])
+def test_pods_are_replaced_as_often_as_they_may_fail_and_be_lost(kind: str) -> None:
+    def spec(retries: dict[str, Any], profile: dict[str, Any]) -> Any:
+        found = workload(manifest({"retries": retries}, profile, kind))["spec"]
+        return found if kind == "Job" else found["replicatedJobs"][0]["template"]["spec"]
 
-    assert limit({}, {}) == limit({}, {"runs_claim": "runs"}) == 0
-    assert limit({"retries": {"requeue": 2}}, {}) == 2
-    assert limit({"retries": {"requeue": 2}}, {"runs_claim": "runs"}) == 102
+    claim = {"runs_claim": "runs"}
+    for retries, limit in (
+        ({}, 4),
+        ({"requeue": 2}, 6),
+        ({"requeue": 2, "preemptions": 9}, 11),
+        ({"preemptions": 0}, 0),
+    ):
+        found = spec(retries, claim)
+        assert (found["backoffLimitPerIndex"], found["maxFailedIndexes"]) == (limit, 0)
+        # The API refuses this policy beside a podFailurePolicy.
+        assert found["podReplacementPolicy"] == "TerminatingOrFailed"
+        assert "podFailurePolicy" not in found
+    for retries, limit in (({}, 0), ({"requeue": 2}, 2)):
+        found = spec(retries, {})
+        assert (found["backoffLimitPerIndex"], found["podReplacementPolicy"]) == (limit, "Failed")
+        actions = [rule["action"] for rule in found["podFailurePolicy"]["rules"]]
+        assert actions == ["FailJob", "Ignore"], "without a folder in common there is no mark"
 
 
 def test_the_first_pod_has_the_name_that_the_others_are_told() -> None:

@@ -137,7 +137,7 @@ def test_a_program_that_is_not_there_is_not_started_again(tmp_path: Path) -> Non
 
 
 def test_an_outcome_of_an_earlier_start_counts_for_nothing(tmp_path: Path) -> None:
-    pod = Pod(tmp_path)
+    pod = Pod(tmp_path, "PyTorchJob")
     for word in ("done", "fatal", "preempted"):
         assert pod.run(f"say {word}; exit 1") in (DONE, FINAL, AGAIN)
         before = pod.failures
@@ -186,7 +186,9 @@ def test_each_signal_reaches_torchrun_and_its_status_is_waited_for(
             process.send_signal(signal.SIGTERM)
             until(lambda n=number: count.exists() and len(count.read_text()) == 2 * n, "it came")
         assert process.poll() is None
-        (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        argv = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
+        (pid,) = (pid for pid, words in argv.items() if words[1].endswith(b"/torchrun"))
         os.kill(int(pid), signal.SIGKILL)
         assert process.wait() == AGAIN
         assert process.stderr and "torchrun ended with 137" in process.stderr.read()
@@ -194,7 +196,7 @@ def test_each_signal_reaches_torchrun_and_its_status_is_waited_for(
 
 def test_a_signal_before_torchrun_has_begun_is_not_lost(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
-    pod.program("touch", '#!/bin/sh\nkill -TERM "$PPID"\nexec /usr/bin/touch "$@"\n')
+    pod.program("mkdir", '#!/bin/sh\nkill -TERM "$PPID"\nexec /bin/mkdir "$@"\n')
     assert (pod.run("exec sleep 1000"), pod.failures) == (AGAIN, 0)
 
 
@@ -208,27 +210,73 @@ def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path)
     assert Pod(tmp_path, name="t-2", requeue=0).run("exit 1") == FINAL
 
 
-def test_where_all_pods_start_again_an_attempt_fails_once(tmp_path: Path) -> None:
-    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1)]
-    for restarts, start, status in (("0", "a", AGAIN), ("1", "b", FINAL)):
-        ends = [pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods]
-        assert ends == [status, status]
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, kind, requeue=1)
+    for submission in ("a", "b"):
+        assert [pod.run("exit 1", TRAIN_START=submission) for _ in range(2)] == [AGAIN, FINAL]
+    attempts = sorted(folder.name for folder in pod.runs.glob("logs/attempt-*"))
+    assert attempts == ["attempt-0", "attempt-1"]
+
+
+@pytest.mark.parametrize("kind", ["Job", "JobSet", "TrainJob"])
+def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
+    kind: str, tmp_path: Path, until: Until
+) -> None:
+    """Kubernetes replaces it, as it does a pod whose node is lost."""
+    pod, other = (Pod(tmp_path, kind, name=f"t-{n}", requeue=1) for n in (0, 1))
+    other.program("sleep", FAST_SLEEP)
+    first = {"TRAIN_START": "a"}
+    waits = 'trap "exit 1" TERM; touch "$TRAIN_RUN_DIR/ready"; while :; do /bin/sleep 0.02; done'
+    with other.start("torchrun", waits, **first) as process:
+        until((pod.runs / "ready").exists, "the other runs")
+        code = f"{raises('ValueError: NaN')}; say fatal; exit 1"
+        with pod.start("torchrun", code, **first) as failing:
+            assert failing.wait(300) == FINAL
+            assert failing.stderr is not None
+            verdict = failing.stderr.read().splitlines()[-1]
+        assert process.wait(300) == FINAL, "though its torchrun was only told to stop"
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines()[-1] == verdict
+    for one in (pod, other, Pod(tmp_path, kind, name="t-2")):
+        with one.start("torchrun", 'touch "$TRAIN_RUN_DIR/ran"', **first) as again:
+            assert again.wait(300) == FINAL
+            assert again.stderr is not None
+            assert again.stderr.read() == f"{verdict}\n"
+    assert not (pod.runs / "ran").exists()
+    assert pod.run("exit 0", TRAIN_START="b") == DONE, "submitted again, it starts"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path) -> None:
-    """A JobSet counts its restarts from 0 then; others have a new name for their start."""
-    pod = Pod(tmp_path, kind, requeue=1)
-    gang = kind in ("JobSet", "TrainJob")
-    for submission in ("a", "b"):
-        for restarts, status in (("0", AGAIN), ("1", FINAL)):
-            start = f"{submission}{restarts}" if gang else submission
-            assert (
-                pod.run("exit 1", TRAIN_START=start, TRAIN_ATTEMPT=restarts if gang else "")
-                == status
-            )
-    attempts = sorted(folder.name for folder in pod.runs.glob("logs/attempt-*"))
-    assert attempts == [f"attempt-{number}" for number in range(4 if gang else 2)]
+def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_place(
+    kind: str, tmp_path: Path, until: Until
+) -> None:
+    """What it would save is older than what its replacement has saved."""
+    old, new = Pod(tmp_path, kind), Pod(tmp_path, kind)
+    saves = """trap 'touch "$TRAIN_RUN_DIR/saved"; exit 1' TERM; wait_for_stop"""
+    for kubelet_is_back in (True, False):
+        with old.start("torchrun", saves) as process:
+            until((old.runs / "ready").exists, "it runs")
+            if not kubelet_is_back:
+                old.program("sleep", FAST_SLEEP)
+            assert new.run("exit 0") == DONE
+            if kubelet_is_back:
+                process.terminate()
+            assert process.wait(300) == AGAIN
+            process.stderr.close()  # type: ignore[union-attr]
+        (old.runs / "ready").unlink()
+        assert not (old.runs / "saved").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_without_progress_are_limited(kind: str, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, kind, more={"retries": {"requeue": 9, "no_progress": 2}})
+    steps = (4, 6, 6, 6)
+    ends = [
+        pod.run(f"{lost(step)}; {raises(f'error {word}', number=number)}; exit 1")
+        for number, (step, word) in enumerate(zip(steps, "abcd", strict=True))
+    ]
+    assert ends == [AGAIN, AGAIN, AGAIN, FINAL]
 
 
 def idle(local_rank: int, status: int = 93) -> str:
@@ -240,15 +288,11 @@ def idle(local_rank: int, status: int = 93) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_ends_with_93_is_not_started_again(kind: str, tmp_path: Path) -> None:
     """As on Slurm, until the run is submitted again; nor are pods that have lost it."""
-    gang = kind in ("JobSet", "TrainJob")
     pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
-    first = {"TRAIN_START": "a", "TRAIN_ATTEMPT": "0" if gang else ""}
-    assert (pod.run(f"{idle(1)}; exit 1", **first), pod.failures) == (FINAL, 0)
-    assert other.run("exit 1", **first) == FINAL
-    again = {"TRAIN_START": "b", "TRAIN_ATTEMPT": "1"} if gang else first
-    assert other.run("exit 0", **again) == FINAL, "torchrun is not started"
-    later = {"TRAIN_START": "c", "TRAIN_ATTEMPT": "0" if gang else ""}
-    assert [one.run("exit 0", **later) for one in (pod, other)] == [DONE, DONE]
+    assert (pod.run(f"{idle(1)}; exit 1", TRAIN_START="a"), pod.failures) == (FINAL, 0)
+    assert other.run("exit 1", TRAIN_START="a") == FINAL
+    assert other.run("exit 0", TRAIN_START="a") == FINAL, "torchrun is not started"
+    assert [one.run("exit 0", TRAIN_START="c") for one in (pod, other)] == [DONE, DONE]
 
 
 def test_a_93_after_which_torchrun_went_on_is_none(tmp_path: Path) -> None:
@@ -268,23 +312,20 @@ def test_torchrun_says_how_its_workers_have_ended_where_it_is_looked_for(tmp_pat
     assert "(exitcode: 93)" in log.read_text()
 
 
-def test_every_start_of_all_pods_is_an_attempt_of_its_own(tmp_path: Path) -> None:
-    """Also after the run was deleted and applied again, when JobSet counts from 0."""
+def test_every_submission_is_an_attempt_of_its_own(tmp_path: Path) -> None:
     pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}") for n in (0, 1)]
     seen = []
-    for start, restarts in (("uid-a", "0"), ("uid-b", "1"), ("uid-c", "0"), ("uid-d", "1")):
+    for start in ("uid-a", "uid-b", "uid-c"):
         told = tmp_path / start
         code = f'echo "$TRAIN_ATTEMPT $PET_LOG_DIR" >>{told}; exit 0'
-        running = [
-            pod.start("torchrun", code, TRAIN_START=start, TRAIN_ATTEMPT=restarts) for pod in pods
-        ]
+        running = [pod.start("torchrun", code, TRAIN_START=start) for pod in pods]
         for process in running:
             with process:
                 assert process.wait() == 0
         first, second = sorted(told.read_text().splitlines())
         assert first[0] == second[0] and first.endswith(f"logs/attempt-{first[0]}/t-node-0-0")
         seen.append(int(first[0]))
-    assert seen == [0, 1, 2, 3]
+    assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -432,10 +473,9 @@ def test_a_rank_out_of_memory_that_torchrun_starts_again_ends_the_run_at_once(
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_pod_out_of_memory_is_told_though_another_pod_made_all_start_again(
+def test_a_pod_out_of_memory_is_told_though_it_was_stopped(
     failed: bool, tmp_path: Path, until: Until
 ) -> None:
-    """A JobSet starts all pods again when the first one has lost that rank."""
     pod, counters = Pod(tmp_path, "JobSet"), tmp_path / "cgroup/memory.events"
     pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
     counters.parent.mkdir(parents=True)
@@ -445,11 +485,12 @@ def test_a_pod_out_of_memory_is_told_though_another_pod_made_all_start_again(
     line = "E1125 17:00:00 7 x.py:9] failed (exitcode: -9) local_rank: 0 (pid: 7)"
     logged = f'echo "{line}" >"$TORCH_LOGS_OUT"; ' if failed else ""
     code = f"trap 'exit 1' TERM; {logged}wait_for_stop"
-    with pod.start("torchrun", code, TRAIN_START="a", TRAIN_ATTEMPT="0") as process:
+    with pod.start("torchrun", code, TRAIN_START="a") as process:
         until((pod.runs / "ready").exists, "torchrun runs")
         process.terminate()
         assert process.wait(300) == (FINAL if failed else AGAIN)
-    ended = pod.run("exit 0", TRAIN_START="b", TRAIN_ATTEMPT="1")
+    counters.write_text("oom_kill 0\n")  # those of a container are its own
+    ended = pod.run("exit 0", TRAIN_START="a")
     assert ended == (FINAL if failed else DONE), "nothing is tried again that ran out of memory"
 
 
@@ -476,27 +517,15 @@ KILLED = "kill -KILL $PPID; exit 1"
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_that_is_killed_whole_has_failed(kind: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, kind, requeue=2)
-    gang = kind in ("JobSet", "TrainJob")
 
-    def start(code: str, number: int, submission: str = "a") -> int:
-        begun = f"{submission}{number}" if gang else submission
-        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+    def start(code: str, submission: str = "a") -> int:
+        return pod.run(code, TRAIN_START=submission)
 
-    assert start(KILLED, 0) == -signal.SIGKILL
-    assert start("say preempted; exit 1", 1) == AGAIN
-    assert [start(KILLED, number) for number in (2, 3)] == [-signal.SIGKILL] * 2
-    assert start("exit 0", 4) == FINAL, "the third was one too many"
-    assert start("exit 0", 0, "b") == DONE, "submitted again, it counts anew"
-
-
-def test_pods_that_are_ended_for_another_one_have_not_failed(tmp_path: Path) -> None:
-    """A JobSet ends the others without SIGTERM when one is evicted, which has had the time."""
-    evicted, other = (Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", requeue=1) for n in (0, 1))
-    for number in range(3):
-        begun = {"TRAIN_START": str(number), "TRAIN_ATTEMPT": str(number)}
-        assert other.run(KILLED, **begun) == -signal.SIGKILL
-        assert evicted.run("say preempted; exit 1", **begun) == AGAIN
-    assert other.failures == 0
+    assert start(KILLED) == -signal.SIGKILL
+    assert start("say preempted; exit 1") == AGAIN
+    assert [start(KILLED) for _ in range(2)] == [-signal.SIGKILL] * 2
+    assert start("exit 0") == FINAL, "the third was one too many"
+    assert start("exit 0", "b") == DONE, "submitted again, it counts anew"
 
 
 def raises(words: str, *, number: int = 0, start: int = 0) -> str:
@@ -514,21 +543,16 @@ def lost(step: int, attempt: int | str = "$TRAIN_ATTEMPT") -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_that_fail_twice_alike_are_not_started_again(kind: str, tmp_path: Path) -> None:
-    gang = kind in ("JobSet", "TrainJob")
     pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
-
-    def start(pod: Pod, number: int, code: str) -> int:
-        begun = f"a{number}" if gang else "a"
-        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
 
     words = ("no kernel at 0x7f01, pid 41", "another one", "no kernel at 0x7fc2, pid 52")
     for number, said in enumerate((*words, words[0])):
         expected = FINAL if number == 3 else AGAIN
-        assert start(pod, number, f"{raises(said, number=number)}; exit 1") == expected
+        assert pod.run(f"{raises(said, number=number)}; exit 1", TRAIN_START="a") == expected
         echo = raises("Connection closed by peer [10.0.0.1]:4711", number=number)
-        if not gang or number < 3:
-            assert start(other, number, f"{echo}; exit 1") == AGAIN
-    (ended,) = pod.runs.glob(f"logs/attempt-{3 if gang else 0}/t-0/ended")
+        if number < 3:
+            assert other.run(f"{echo}; exit 1", TRAIN_START="a") == AGAIN
+    (ended,) = pod.runs.glob("logs/attempt-0/t-0/ended")
     assert ended.read_text() == (
         "torchrun ended with 1; fatal: the same failure twice: no kernel at 0x*, pid *; "
         "another start would end like these two; not started again: 42\n"
@@ -547,12 +571,10 @@ def test_a_pod_that_loses_a_rank_twice_at_one_step_is_not_started_again(tmp_path
 def test_a_failure_that_comes_again_at_its_step_counts_with_another_one_in_between(
     kind: str, tmp_path: Path
 ) -> None:
-    gang, pod = kind in ("JobSet", "TrainJob"), Pod(tmp_path, kind)
+    pod = Pod(tmp_path, kind)
 
     def start(number: int, words: str, step: int) -> int:
-        begun = f"a{number}" if gang else "a"
-        code = f"{lost(step)}; {raises(words, number=number)}; exit 1"
-        return pod.run(code, TRAIN_START=begun, TRAIN_ATTEMPT=str(number) if gang else "")
+        return pod.run(f"{lost(step)}; {raises(words, number=number)}; exit 1", TRAIN_START="a")
 
     assert start(0, "RuntimeError: no kernel", 12) == AGAIN
     assert start(1, "RuntimeError: no memory", 13) == AGAIN
@@ -568,7 +590,7 @@ def test_a_pod_that_is_killed_without_a_word_is_started_again(tmp_path: Path) ->
 
 
 def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path: Path) -> None:
-    pod = Pod(tmp_path, in_job=9)
+    pod = Pod(tmp_path, "PyTorchJob", in_job=9)
     pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
     starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
     code = f"trap 'say preempted; exit 1' TERM; {starts}; wait_for_stop"

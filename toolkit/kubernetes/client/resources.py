@@ -118,6 +118,11 @@ class Cluster:
         """Return the pods that a selector picks, by their index."""
         return sorted(self.objects(PODS, selector)[0], key=index_of)
 
+    def failed_pods(self, selector: str) -> list[Object]:
+        """Return those of them that have failed."""
+        query = {"labelSelector": selector, "fieldSelector": "status.phase=Failed"}
+        return self._list(PODS, query)[0]
+
     def jobs_of(self, runs: Collection[str]) -> list[Object]:
         """Return the Jobs between JobSets and their pods."""
         return self.objects(KINDS["Job"], selector_of(JOBSET_LABEL, runs))[0]
