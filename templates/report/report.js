@@ -40,15 +40,34 @@
     observer.observe(box);
   };
 
+  // A line where the ranks were started again, with the reason as its title.
+  const mark = (plot, runs, over) => {
+    plot.over.querySelectorAll(".mark").forEach((line) => line.remove());
+    const { min, max } = plot.scales.x;
+    for (const { index, starts } of runs) {
+      for (const start of starts) {
+        if (!(start[over] >= min && start[over] <= max)) continue;
+        const line = document.createElement("div");
+        line.className = "mark";
+        line.title = several ? `${data.runs[index].name}: ${start.said}` : start.said;
+        line.style.left = `${plot.valToPos(start[over], "x")}px`;
+        if (several) line.style.color = colour(index);
+        plot.over.append(line);
+      }
+    }
+  };
+
   const draw = (box) => {
     const name = box.dataset.curve;
     const over = form.elements.over.value;
     const tables = [];
+    const interrupted = [];
     const series = [{ label: over, value: (_, v) => (v == null ? "–" : over === "time" ? duration(v) : String(v)) }];
     let lowest = Infinity;
     data.runs.forEach((run, index) => {
       const curve = run.curves[name];
       if (!curve) return;
+      interrupted.push({ index, starts: run.starts });
       // Clocks may have been set back; uPlot wants ascending values.
       const order = curve[over].map((_, at) => at).sort((a, b) => curve[over][a] - curve[over][b]);
       tables.push([order.map((at) => curve[over][at]), order.map((at) => curve.value[at])]);
@@ -72,6 +91,7 @@
       scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
       axes: [axis({ values: format }), axis({ size: 64, values: (_, values) => values.map((value) => (value == null ? "" : figure(value))) })],
       series,
+      hooks: { draw: [(plot) => mark(plot, interrupted, over)] },
     };
     keep(box, new uPlot(options, uPlot.join(tables), box));
   };

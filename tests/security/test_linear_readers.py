@@ -33,7 +33,7 @@ from toolkit.kubernetes.failure import ContainerOutput
 from toolkit.kubernetes.failure import first_failure as failure_of_pods
 from toolkit.kubernetes.pods import last_words
 from toolkit.runs import stacks
-from toolkit.runs.curves import curves_of
+from toolkit.runs.curves import curves_and_starts
 from toolkit.runs.forward import _Forwarder
 from toolkit.runs.goodput import goodput_of
 from toolkit.runs.log_reader import attempt_spans
@@ -294,7 +294,7 @@ def forward(folder: Path) -> None:
 Reader = Callable[[Path], object]
 EVERY_METRICS: Mapping[str, Reader] = {
     "metrics()": read_metrics,
-    "curves": curves_of,
+    "curves": curves_and_starts,
     "goodput": read_goodput,
     "notebook": read_page,
     "forward": forward,

@@ -61,7 +61,12 @@ def test_status_and_goodput_know_the_steps_of_a_run_that_was_restarted(tmp_path:
     run = toolkit.open_run(str(run_dir))
     progress = progress_of(run_dir)
     assert progress is not None
-    assert (progress.step, progress.steps, progress.loss, progress.restart) == (9, 9, 0.111, 1)
+    assert (progress.step, progress.steps_planned, progress.loss, progress.restart) == (
+        9,
+        9,
+        0.111,
+        1,
+    )
     goodput = run.goodput()
     assert (goodput.steps, goodput.steps_again, goodput.starts, goodput.ranks) == (9, 2, 2, 2)
     assert goodput.seconds["start"] > 0 and goodput.seconds["setup"] > 0

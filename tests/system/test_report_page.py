@@ -2,12 +2,14 @@
 
 import base64
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome
+from selenium.webdriver import ActionChains, Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -43,6 +45,14 @@ def recorded(folder: Path, *, name: str, lr: float, steps: int = 3000) -> ToldRu
         for at in range(2030, 3000, 30):
             waits = [[rank, 0.02 if rank == 2 else 0.2 + at % 7 / 100, "n1"] for rank in range(4)]
             file.write(json.dumps({"version": 1, "time": at, "waits": waits}) + "\n")
+    for name_of_file, at, text in (
+        ("attempt-0/reason", 1720, "preempted: Slurm has taken the nodes; queued again"),
+        ("attempt-1/since", 2000, "0"),
+    ):
+        path = folder / "logs" / name_of_file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{text}\n")
+        os.utime(path, (at, at))
     (folder / "outcome.json").write_text(json.dumps({"status": "done", "steps": steps}))
     (folder / "job.yaml").write_text(f"name: {name}\nargs: [--lr, '{lr}']\n")
     run = run_at(folder, name=name)
@@ -166,6 +176,42 @@ def test_the_pointer_reads_a_value_of_the_run(
     step, loss = int(read[0]), float(read[1])
     assert 1000 < step < 2000
     assert loss == pytest.approx(by_step[step], rel=1e-4)
+
+
+MARKS = """
+const { left, width } = document.querySelector('.plot[data-curve=loss] .u-over')
+  .getBoundingClientRect();
+return [...document.querySelectorAll('.plot[data-curve=loss] .mark')].map((mark) => {
+  const box = mark.getBoundingClientRect();
+  return [mark.title, (box.left + box.width / 2 - left) / width];
+});
+"""
+
+
+def test_a_mark_in_the_curves_says_why_the_ranks_were_started_again(
+    browser: Chrome, pages: dict[str, Path]
+) -> None:
+    shown(browser, pages["one"])
+    ((title, place),) = browser.execute_script(MARKS)
+    assert re.fullmatch(
+        r"attempt 1, from step 1500: 1 restart: preempted: Slurm has taken the nodes at \d\d:\d\d, "
+        "4 min 40 s until the next start",
+        title,
+    )
+    assert place == pytest.approx(0.5, abs=0.01), "step 1500 of 3000"
+    assert browser.find_element(By.CSS_SELECTOR, ".marks li").text == title
+    browser.find_element(By.CSS_SELECTOR, "input[value=time]").click()
+    ((_, place),) = browser.execute_script(MARKS)
+    assert place == pytest.approx((2011.5 - 16.5) / (3511.5 - 16.5), abs=0.01)
+    box = browser.find_element(By.CSS_SELECTOR, ".plot[data-curve=loss] .u-over")
+    drag = ActionChains(browser).move_to_element_with_offset(box, 40, 0)
+    drag.click_and_hold().move_by_offset(60, 0).release().perform()
+    assert browser.execute_script(MARKS) == [], "none beside the part that is shown"
+    shown(browser, pages["three"])
+    assert [title.partition(",")[0] for title, _ in browser.execute_script(MARKS)] == [
+        f"digits-{n}: attempt 1" for n in (1, 2, 3)
+    ]
+    assert complaints(browser) == []
 
 
 def test_the_keyboard_changes_the_axes(browser: Chrome, pages: dict[str, Path]) -> None:

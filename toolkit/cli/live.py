@@ -187,7 +187,7 @@ class _Progress:
             yield _text(self._note)
 
     def _drawn(self, progress: Progress, most: int) -> Iterator[RenderableType]:
-        if not progress.steps:
+        if not progress.steps_planned:
             yield _text(str(progress))
             return
         position = Text(progress.position.rjust(self._width))
@@ -195,7 +195,7 @@ class _Progress:
         beside = most >= _BAR + position.cell_len + details.cell_len + 4
         width = _BAR if beside else max(4, min(2 * _BAR, most - position.cell_len - 2))
         bar = ProgressBar(
-            total=progress.steps,
+            total=progress.steps_planned,
             completed=progress.step,
             width=width,
             complete_style=_STYLES[RunState.RUNNING],

@@ -208,7 +208,7 @@ def print_end_and_exit(run: toolkit.Run) -> None:
 
 def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     """Print how a run ended, its first failure, and what has interrupted it."""
-    from toolkit.runs.restarts import in_words, restarts_in
+    from toolkit.runs.restarts import in_words
     from toolkit.runs.stacks import steps_left_out
 
     if status.state is toolkit.RunState.FAILED:
@@ -216,8 +216,7 @@ def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     if run.run_dir and (why := steps_left_out(run.run_dir)):
         _say(run, f"{run.name}: log_pattern: {why}")
     where = f"; run directory {run.run_dir}" if run.run_dir else ""
-    restarts = restarts_in(run.run_dir) if run.run_dir and not run.points else []
-    after = f" after {in_words(restarts)}" if restarts else ""
+    after = f" after {words}" if (words := in_words(run.restarts())) else ""
     _say(run, f"{run.name}: {status.state.upper()}{in_parentheses(status.reason)}{after}{where}")
 
 

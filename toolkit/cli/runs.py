@@ -38,7 +38,7 @@ _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED"
 )
 def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]) -> None:
     """List the runs that were submitted from here, the newest last."""
-    from toolkit.cli.summary import rows_of
+    from toolkit.cli.summary import restarts_text, rows_of
 
     # A run's state is known only after a query, so with --state all runs are queried.
     runs = toolkit.list_runs(job=job, last=None if states else last)
@@ -58,7 +58,8 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
             # A place that does not answer gives all of its runs the same reason.
             repeated = reason and reason == before and row["state"] == "UNKNOWN"
             shown = "as above" if repeated else reason
-            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {shown}"
+            note = "; ".join(filter(None, [restarts_text(row), shown]))
+            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {note}"
             before = reason
             output.say(line.rstrip())
 

@@ -18,7 +18,7 @@ from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import Progress, ProgressReader
 from toolkit.runs.rank_waits import newest_waits
-from toolkit.runs.restarts import in_words, restarts_in
+from toolkit.runs.restarts import in_words, number_of
 from toolkit.runs.run import Run
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import newest_stall, newest_straggler, steps_left_out
@@ -38,8 +38,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
 
-    All runs are queried together. Brief rows have only names, states and reasons, since newest
-    metrics, dates and folders cost further reads. Without states to select, all are returned.
+    All runs are queried together. Brief rows have only names, states, reasons and the number of
+    restarts, since newest metrics, dates and folders cost further reads. Without states to select,
+    all are returned.
     """
     runs, selected, environ = list(runs), set(states), dict(os.environ)
     row = _standing if brief else _summary
@@ -115,6 +116,7 @@ def summary_of(
             "state": status.state.upper(),
             "reason": mask.hide(status.reason),
             "settings": dict(point.settings),
+            "restarts": _counted(point),
             "run_dir": str(point.run_dir),
             **_metrics(point.run_dir),
         }
@@ -132,7 +134,13 @@ def _standing(
         "name": run.name,
         "state": status.state.upper(),
         "reason": mask_of(run.run_dir, environ).hide(reason) if reason else "",
+        "restarts": _counted(run),
     }
+
+
+def _counted(run: Run) -> dict[str, int] | None:
+    """Return how often a run was interrupted, without the reasons, which cost further reads."""
+    return {"count": count} if (count := run.count_restarts()) else None
 
 
 def _summary(
@@ -209,11 +217,8 @@ def _ranks(run: Run, status: RunStatus) -> dict[str, Any] | None:
 
 
 def _restarts(run: Run) -> dict[str, Any] | None:
-    """Return what has interrupted a run, where this machine sees its run directory."""
-    if run.run_dir is None:
-        return None
-    found = restarts_in(run.run_dir, mask_of(run.run_dir))
-    if not found:
+    """Return what has interrupted a run, where that is known."""
+    if not (found := run.restarts()):
         return None
     return {
         "summary": in_words(found),
@@ -258,7 +263,12 @@ def point_text(point: Mapping[str, Any]) -> str:
     """Return the newest metrics of a sweep's point, and the reason of its state."""
     reason = point["reason"].partition("\n")[0]
     figures = run_directory.figures(point["metrics"] or {}) or point.get("unread")
-    return "; ".join(filter(None, [figures, reason]))
+    return "; ".join(filter(None, [restarts_text(point), figures, reason]))
+
+
+def restarts_text(row: Mapping[str, Any]) -> str:
+    """Return the number of restarts in a row; empty where there are none."""
+    return number_of(restarts["count"]) if (restarts := row.get("restarts")) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ values that are not finite numbers are left out, and so are names beyond a numbe
 
 from array import array
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records, recorded_metrics
 from toolkit.text import control, untrusted
@@ -16,6 +17,7 @@ from toolkit.text import control, untrusted
 _BYTES = 4 << 30
 _LINE_BYTES = 1 << 16
 _MOST_CURVES = 24
+_MOST_STARTS = 200
 _NAME = 60
 """The longest name of a curve, in characters."""
 
@@ -71,12 +73,26 @@ class Curve:
         )
 
 
-def curves_of(folder: Path) -> dict[str, Curve]:
-    """Return the curves of the run directory, by name, in the order in which they begin.
+class Start(NamedTuple):
+    """The first record of a start of the ranks."""
 
-    Steps that were made again after a failure count once, as in `run_directory.read_metrics`.
+    attempt: int
+    restart: int
+    step: int
+    time: float
+    """In seconds since 1970."""
+
+
+def curves_and_starts(folder: Path) -> tuple[dict[str, Curve], list[Start]]:
+    """Return the curves of the run directory by name, and where the ranks were started again.
+
+    The curves are in the order in which they begin. Steps that were made again after a failure
+    count once, as in `run_directory.read_metrics`. The starts are the newest 200, oldest first,
+    without the first one of the run.
     """
     curves: dict[str, Curve] = {}
+    starts: deque[Start] = deque(maxlen=_MOST_STARTS)
+    is_first = True
     lines = untrusted.stream_json(folder / "metrics.jsonl", limit=_BYTES, line_limit=_LINE_BYTES)
     for record in metric_records(lines):
         if record.opens_start:
@@ -85,10 +101,13 @@ def curves_of(folder: Path) -> dict[str, Curve]:
         when = untrusted.moment(record.values.get("time"))
         if when is None:
             continue
+        if record.opens_start and not (is_first and (record.attempt, record.restart) == (0, 0)):
+            starts.append(Start(record.attempt, record.restart, record.step, when))
+        is_first = False
         for name, value in figures_of(record).items():
             if name in curves or len(curves) < _MOST_CURVES:
                 curves.setdefault(name, Curve()).add(record.step, when, value)
-    return {name: curve for name, curve in curves.items() if curve.steps}
+    return {name: curve for name, curve in curves.items() if curve.steps}, list(starts)
 
 
 def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:

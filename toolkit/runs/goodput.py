@@ -182,7 +182,8 @@ class Goodput:
             "seconds": dict(self.seconds),
             "definitions": dict(self.definitions),
             "step": self.step,
-            "steps": self.steps,
+            "steps_made": self.steps,
+            "steps": self.steps,  # its earlier name
             "steps_again": self.steps_again,
             "starts": self.starts,
             "ranks": self.ranks,

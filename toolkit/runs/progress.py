@@ -56,7 +56,7 @@ class Progress:
     step: int
     """Steps made, up to the last record."""
 
-    steps: int | None
+    steps_planned: int | None
     """Steps in all; None if the training has not recorded them."""
 
     loss: float | None
@@ -94,8 +94,9 @@ class Progress:
     @property
     def position(self) -> str:
         """The step, as in `840/1500 (56%)`."""
-        of = f"/{self.steps}" if self.steps is not None else ""
-        share = f" ({self.step / self.steps:.0%})" if self.steps else ""
+        planned = self.steps_planned
+        of = f"/{planned}" if planned is not None else ""
+        share = f" ({self.step / planned:.0%})" if planned else ""
         return f"{self.step}{of}{share}"
 
     @property
@@ -162,7 +163,7 @@ class ProgressReader:
         left = None if steps is None else max(steps - last.step, 0)
         return Progress(
             step=last.step,
-            steps=steps,
+            steps_planned=steps,
             loss=next((one.loss for one in reversed(self._records) if one.loss is not None), None),
             step_s=step_s,
             left_s=None if left is None or step_s is None else step_s * left,

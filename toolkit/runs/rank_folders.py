@@ -4,12 +4,15 @@
 
 `KEY` is the node's number, or `joined-by-JOB`. One torchrun has one `RUN_ID`; a node has several of
 them where its torchrun was started anew. Each report of torchrun's belongs to one start of a rank.
+A pod has a folder of its own name in place of `node-KEY`.
 """
 
 import contextlib
 import io
+import itertools
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +29,12 @@ _NOTE_BYTES = 1 << 12
 
 _LONGEST, _MOST_LINES = 50_000, 1000
 """Characters of a message and of a traceback, and lines of it: its end is shown."""
+
+_SPREAD_S = 5.0
+"""The torchruns of a run start their ranks within so many seconds of each other."""
+
+_WATCHDOG = "watchdog"
+"""The one folder in an attempt's that is of no node."""
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
@@ -57,6 +66,11 @@ class RankStart:
     def local_rank(self) -> int:
         """Its number on its node."""
         return int(self.folder.name)
+
+    @property
+    def began(self) -> float:
+        """When the ranks of its node were given their folders, in seconds since 1970."""
+        return modified_at(self.folder.parent)
 
     @property
     def _run_dir(self) -> Path | None:
@@ -97,10 +111,10 @@ def starts_of(attempt: Path) -> list[RankStart]:
     """Return all starts of ranks in the folder of an attempt."""
     starts, names = [], nodes_of(attempt)
     for node in _folders(attempt, attempt):
-        if not node.name.startswith("node-"):
+        if node.name == _WATCHDOG:
             continue
         key = node.name.removeprefix("node-")
-        name = _name_of(attempt, key, names)
+        name = key if key == node.name else _name_of(attempt, key, names)
         # Torchruns in the order of their age, and the groups of one torchrun by their number.
         groups = sorted(
             (modified_at(torchrun), int(named[1]), group)
@@ -116,6 +130,42 @@ def starts_of(attempt: Path) -> list[RankStart]:
                 if _NUMBER.fullmatch(folder.name)
             ]
     return starts
+
+
+def begins_of(times: Iterable[tuple[float, str]]) -> list[float]:
+    """Return when the ranks of an attempt were started, once for all nodes together.
+
+    torchrun counts by itself on each node: a node whose own ranks have not failed starts them again
+    in the same folder. So the numbers of its folders do not count the starts, but their times do.
+
+    Args:
+        times: When ranks were given their folders, and on which node.
+
+    >>> begins_of([(0.0, "a"), (60.5, "b"), (90.0, "a"), (90.1, "b")])  # b has failed at 90
+    [0.0, 60.5, 90.0]
+    """
+    begins: list[float] = []
+    nodes = set[str]()
+    for time, node in sorted(times):
+        if not begins or node in nodes or time - begins[-1] > _SPREAD_S:
+            begins.append(time)
+            nodes.clear()
+        nodes.add(node)
+    return begins
+
+
+def count_starts(attempt: Path, *, most_nodes: int) -> int:
+    """Return how often the ranks of an attempt were started, by the folders of some nodes."""
+    nodes = [node for node in _folders(attempt, attempt) if node.name != _WATCHDOG]
+    return len(
+        begins_of(
+            (modified_at(group), node.name)
+            for node in itertools.islice(nodes, most_nodes)
+            for torchrun in _folders(node, attempt)
+            for group in _folders(torchrun, attempt)
+            if _GROUP.fullmatch(group.name)
+        )
+    )
 
 
 def _folders(folder: Path, attempt: Path) -> list[Path]:

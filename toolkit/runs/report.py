@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import secrets
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,12 @@ from toolkit import __version__
 from toolkit.errors import InputError, LauncherError
 from toolkit.rendering import page_environment, template_text
 from toolkit.runs import run_directory
-from toolkit.runs.curves import Curve, curves_of
+from toolkit.runs.curves import Curve, Start, curves_and_starts
 from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.runs.log_reader import attempt_folders, nodes_of
 from toolkit.runs.provenance import origin_lines, origin_of
 from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
-from toolkit.runs.restarts import in_words, restarts_in
+from toolkit.runs.restarts import Restart, in_words
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.stacks import Stall, stalls_of, steps_left_out
 from toolkit.runs.state import RunState, RunStatus
@@ -138,6 +139,8 @@ class _Facts:
     status: RunStatus
     goodput: Goodput | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    restarts: Sequence[Restart] = ()
     steps: int | None = None
     waits: list[RankWaits] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -163,17 +166,18 @@ def report(runs: "Sequence[Run]") -> Report:
     title = runs[0].name if len(runs) == 1 else f"{len(parts)} runs"
     names = sorted({name for one in facts for name in one.curves}, key=_place_of)
     comparison = _comparison(facts, names) if len(facts) > 1 else None
+    most_starts = max(_MOST_STARTS // len(facts), _FEWEST_STARTS)
     values = {
         "title": title,
         "mark": MARK,
         "version": __version__,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [_shown(one, max(_MOST_STARTS // len(facts), _FEWEST_STARTS)) for one in facts],
+        "runs": [_shown(one, most_starts) for one in facts],
         "charts": [_chart(name, facts) for name in names],
         "buckets": _buckets(facts),
         "comparison": comparison,
         "single": _details(facts[0]) if len(facts) == 1 else None,
-        "data": _script_json(_data(facts, names) | {"axes": _axes(facts, comparison)}),
+        "data": _script_json(_data(facts, names, most_starts) | {"axes": _axes(facts, comparison)}),
         "styles": _parts("uplot/uPlot.min.css", "report.css"),
         "scripts": _parts("uplot/uPlot.iife.min.js", "report.js"),
     }
@@ -201,13 +205,14 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
         facts.waits = waits_in(run.run_dir)
     until = None if status.state.final else datetime.now().timestamp()
     try:
+        facts.restarts = run.restarts()
         with run.recorded(*_RECORDED) as folder:
             absent = [name for name in _RECORDED if not (folder / name).is_file()]
             goodput = goodput_of(
                 folder, submitted=run.record.created, until=until, times=run.scheduled()
             )
             facts.goodput = replace(goodput, price=Price.of(run.record.profile))
-            facts.curves = curves_of(folder)
+            facts.curves, facts.starts = curves_and_starts(folder)
             outcome = run_directory.outcome(folder) or {}
             facts.steps = untrusted.whole(outcome.get("steps"))
     except LauncherError as error:
@@ -235,7 +240,7 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
         "uri": run.uri,
         "state": facts.status.state.upper(),
         "reason": mask.hide(facts.status.reason),
-        "after": in_words(restarts_in(run.run_dir, mask)) if run.run_dir else "",
+        "after": in_words(facts.restarts),
         "created": created.isoformat(sep=" ", timespec="seconds"),
         "run_dir": str(run.run_dir) if run.run_dir else "",
         "step": step,
@@ -398,6 +403,7 @@ def _details(facts: _Facts) -> dict[str, Any]:
     run = facts.run
     return {
         "attempts": list(_attempts(run)),
+        "marks": _marks(facts, _MOST_STARTS),
         "failures": list(_failures(run, facts)),
         "stalls": list(_stalls(run)),
         "ranks": _ranks(facts),
@@ -513,7 +519,7 @@ def _text_of(run: "Run", name: str) -> str:
     return secret_scan.conceal(mask_of(folder).hide(text))
 
 
-def _data(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
+def _data(facts: Sequence[_Facts], names: Sequence[str], most_starts: int) -> dict[str, Any]:
     """Return what the page draws."""
     count = sum(len(one.curves) for one in facts)
     most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
@@ -527,10 +533,31 @@ def _data(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
                     for name in names
                     if name in one.curves
                 },
+                "starts": _marks(one, most_starts),
             }
             for one in facts
         ],
     }
+
+
+def _marks(facts: _Facts, most: int) -> list[dict[str, Any]]:
+    """Return the newest starts after the first one, each with what has interrupted the run."""
+    restarts = sorted(facts.restarts, key=lambda one: one.time)
+    ends = [one.time for one in restarts]
+    marks, before = [], 0
+    for start in facts.starts[-most:]:
+        until = bisect_right(ends, start.time)
+        number = f", restart {start.restart}" if start.restart else ""
+        why = in_words(restarts[before:until]) if before < until else "the ranks started again"
+        marks.append(
+            {
+                "step": start.step,
+                "time": round(start.time - facts.run.record.created, 2),
+                "said": f"attempt {start.attempt}{number}, from step {start.step}: {why}",
+            }
+        )
+        before = max(until, before)
+    return marks
 
 
 def _points(curve: Curve, created: float) -> dict[str, list[float]]:

@@ -1,22 +1,25 @@
 """What has interrupted a run, also one that has succeeded, and how long its ranks were away."""
 
 import re
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from toolkit.runs.failure import earlier_failures, first_failure, killed_by
 from toolkit.runs.log_reader import attempt_folders, attempt_spans, end_of, modified_at
-from toolkit.runs.rank_folders import RankStart, starts_of
+from toolkit.runs.rank_folders import RankStart, begins_of, count_starts, starts_of
 from toolkit.runs.run_directory import reason_of
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask
 
 _MOST_ATTEMPTS = 100
 """So many newest attempts are looked at."""
+
+_COUNTED_NODES = 32
+"""In this many folders of nodes restarts are looked for when they are only counted."""
 
 _LOG_BYTES, _MOST_NOTICED = 8 << 20, 1000
 _NOTICED = re.compile(
@@ -35,7 +38,7 @@ class Restart:
     """The attempt that was interrupted."""
 
     restart: int
-    """How often torchrun had started its ranks anew within that attempt."""
+    """How often the ranks had been started anew within that attempt."""
 
     why: str
     """The rank that failed first, and how; else the attempt's reason."""
@@ -64,6 +67,18 @@ def restarts_in(run_dir: Path, mask: Mask | None = None) -> list[Restart]:
     return [_masked(one, mask) for one in found] if mask else found
 
 
+def count_restarts(run_dir: Path) -> int:
+    """Return how many restarts a run has had, at less cost; in large attempts, at least so many."""
+    attempts = attempt_folders(run_dir)
+    starts = (count_starts(one, most_nodes=_COUNTED_NODES) for one in attempts[-_MOST_ATTEMPTS:])
+    return max(len(attempts) - 1, 0) + sum(max(count - 1, 0) for count in starts)
+
+
+def number_of(count: int) -> str:
+    """Return a number of restarts in words, such as `2 restarts`; empty where there are none."""
+    return f"{count} restart{'s' * (count != 1)}" if count else ""
+
+
 def in_words(restarts: Sequence[Restart]) -> str:
     """Return how often a run was interrupted, and what came last; empty where it never was."""
     if not restarts:
@@ -72,31 +87,32 @@ def in_words(restarts: Sequence[Restart]) -> str:
     if not earlier:
         return f"1 restart: {last}"
     away = rounded_duration(sum(one.away_s for one in restarts))
-    return f"{len(restarts)} restarts, {away} in all; the last: {last}"
+    return f"{number_of(len(restarts))}, {away} in all; the last: {last}"
 
 
 def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterator[Restart]:
     """Yield the restarts that torchrun itself has made in an attempt."""
-    groups: defaultdict[int, list[RankStart]] = defaultdict(list)
-    for start in starts:
-        groups[start.restart].append(start)
-    if len(groups) < 2:
+    begins = begins_of({(start.began, start.key) for start in starts})
+    if len(begins) < 2:
         return
     noticed = _noticed(run_dir, attempt, year=datetime.fromtimestamp(modified_at(attempt)).year)
-    failures = earlier_failures(attempt, starts, {})
-    before = 0.0
-    for number in sorted(groups)[:-1]:
-        began = min((_began(start) for start in groups.get(number + 1, ())), default=before)
+    dated = [replace(one, restart=bisect_right(begins, one.began) - 1) for one in starts]
+    failures = earlier_failures(attempt, dated, {})
+    for number, (before, began) in enumerate(pairwise(begins)):
+        failure = failures.get(number)
+        time = min(max(failure.time, before), began) if failure else began
         seen = [one for one in noticed if before <= one[0] <= began]
-        failure, (time, why) = failures.get(number), min(seen, default=(began, "unknown"))
+        time, why = min(seen, default=(time, "unknown"))
+        # Only a node whose ranks have failed gets a further folder.
+        nodes = {one.node for one in dated if one.restart == number and not one.last}
+        where = f" on {nodes.pop()}" if len(nodes) == 1 else ""
         yield Restart(
             attempt=int(attempt.name.removeprefix("attempt-")),
             restart=number,
-            why=str(failure) if failure else why,
+            why=str(failure) if failure else why.format(where),
             time=time,
             away_s=began - time,
         )
-        before = began
 
 
 def _of_attempt(
@@ -108,11 +124,11 @@ def _of_attempt(
     why = text.rpartition("; ")[0] or text or "ended without a word"
     ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
     time = failure.time if failure else max(ended)
-    later = [_began(start) for start in starts_of(following)]
+    later = [start.began for start in starts_of(following)]
     began = min(later) if later else modified_at(following / "since")
     return Restart(
         attempt=number,
-        restart=max((start.restart for start in starts), default=0),
+        restart=max(len(begins_of({(start.began, start.key) for start in starts})) - 1, 0),
         why=f"{word}: {failure}" if failure else why,
         time=min(time, began),
         away_s=max(began - time, 0.0),
@@ -120,24 +136,21 @@ def _of_attempt(
 
 
 def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[tuple[float, str]]:
-    """Return when torchrun has noticed each failure in an attempt, and what it has logged."""
+    """Return when torchrun has noticed each failure in an attempt, and what it has logged.
+
+    In the text, `{}` stands for the node.
+    """
     found: list[tuple[float, str]] = []
     for span in attempt_spans(run_dir, int(attempt.name.removeprefix("attempt-"))):
         text = end_of(span, _LOG_BYTES).decode(errors="replace")
-        node = f" on {span.path.stem}" if span.path.parent == attempt else ""
         for day, clock, code, local_rank in _NOTICED.findall(text)[-_MOST_NOTICED:]:
             try:
                 when = datetime.strptime(f"{year}{day} {clock}", "%Y%m%d %H:%M:%S.%f")
             except ValueError:
                 continue
             how = killed_by(-int(code)) if code.startswith("-") else f"exit status {code}"
-            found.append((when.timestamp(), f"local rank {local_rank}{node}: {how}"))
+            found.append((when.timestamp(), f"local rank {local_rank}{{}}: {how}"))
     return found
-
-
-def _began(start: RankStart) -> float:
-    """Return when the ranks of a start were given their folders."""
-    return modified_at(start.folder.parent)
 
 
 def _masked(restart: Restart, mask: Mask) -> Restart:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.runs.failure import Failure
     from toolkit.runs.goodput import Goodput
     from toolkit.runs.report import Report
+    from toolkit.runs.restarts import Restart
     from toolkit.runs.scheduler_times import Scheduled
     from toolkit.runs.stacks import Exchange, Stacks
 
@@ -181,6 +182,23 @@ class Run(abc.ABC):
             return None
         failure = first_failure(self.run_dir, attempt)
         return failure and failure.redacted(mask_of(self.run_dir))
+
+    def restarts(self) -> "Sequence[Restart]":
+        """Return what has interrupted the run, the oldest first, also once it has succeeded.
+
+        None where this machine does not see the run directory, and of a sweep, whose points have.
+        """
+        from toolkit.runs.restarts import restarts_in
+
+        if self.run_dir is None or self.points:
+            return ()
+        return restarts_in(self.run_dir, mask_of(self.run_dir))
+
+    def count_restarts(self) -> int:
+        """Return how many restarts these are, at less cost; of very many nodes at least so many."""
+        from toolkit.runs.restarts import count_restarts
+
+        return count_restarts(self.run_dir) if self.run_dir and not self.points else 0
 
     def stacks(self) -> "Stacks":
         """Return where the ranks stand: their stacks, and the last collectives they have begun.

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.runs.curves import Curve, curves_of
+from toolkit.runs.curves import Curve, curves_and_starts
 from toolkit.runs.run_directory import PLACE, read_metrics
 
 
@@ -59,7 +59,7 @@ def test_curves_have_what_the_table_of_metrics_has(
                 expected.setdefault(key, []).append((row["step"], value))
     found = {
         name: list(zip(curve.steps, curve.values, strict=True))
-        for name, curve in curves_of(tmp_path).items()
+        for name, curve in curves_and_starts(tmp_path)[0].items()
     }
     assert found == expected
 
@@ -74,7 +74,7 @@ def test_what_is_no_figure_makes_no_curve(tmp_path: Path) -> None:
         '{"torn":',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    assert {name: list(curve.values) for name, curve in curves_of(tmp_path).items()} == {
+    assert {name: list(curve.values) for name, curve in curves_and_starts(tmp_path)[0].items()} == {
         "loss": [1.0],
         "a\\x1b": [2.0],
     }
@@ -83,10 +83,10 @@ def test_what_is_no_figure_makes_no_curve(tmp_path: Path) -> None:
 def test_a_thousand_names_make_no_thousand_curves(tmp_path: Path) -> None:
     row = {"step": 1, "time": 5, **{f"figure-{number}": 1.0 for number in range(1000)}}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    assert len(curves_of(tmp_path)) == 24
+    assert len(curves_and_starts(tmp_path)[0]) == 24
 
 
 def test_without_metrics_there_is_no_curve(tmp_path: Path) -> None:
-    assert curves_of(tmp_path) == {}
+    assert curves_and_starts(tmp_path) == ({}, [])
     (tmp_path / "metrics.jsonl").symlink_to("/etc/passwd")
-    assert curves_of(tmp_path) == {}
+    assert curves_and_starts(tmp_path) == ({}, [])

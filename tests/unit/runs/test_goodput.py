@@ -72,6 +72,7 @@ def test_a_thinned_record_stands_for_the_steps_before_it(run: Recorded) -> None:
     run.event("epoch", at + 20, step=30, seconds=0.0)
     goodput = run.goodput()
     assert goodput.steps == 30
+    assert goodput.as_json()["steps_made"] == goodput.as_json()["steps"] == 30
     assert goodput.seconds["productive"] == pytest.approx(30)
     run.restart = 1
     run.steps(21, 22, run.start(at + 30))

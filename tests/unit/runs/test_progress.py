@@ -25,7 +25,7 @@ def test_what_is_left_follows_from_the_speed_of_the_last_steps(tmp_path: Path) -
     write(tmp_path, *((step, 42 - 2 * step) for step in range(1, 21)))
     found = progress_of(tmp_path, now=NOW)
     assert found is not None
-    assert (found.step, found.steps, found.step_s, found.left_s) == (20, 100, 2, 160)
+    assert (found.step, found.steps_planned, found.step_s, found.left_s) == (20, 100, 2, 160)
     assert found.spread_s == 0
     assert str(found) == "step 20/100 (20%), loss 0.05, 2 s per step, 2 min 40 s left"
 
@@ -128,7 +128,7 @@ def test_a_reader_begins_anew_after_much_output_or_a_file_that_shrank(
 def test_the_number_of_steps_may_stand_in_the_records(tmp_path: Path) -> None:
     write(tmp_path, (1, 9), (2, 7), steps_in_all=None, steps=12)
     found = progress_of(tmp_path, now=NOW)
-    assert found is not None and (found.steps, found.left_s) == (12, 20.0)
+    assert found is not None and (found.steps_planned, found.left_s) == (12, 20.0)
 
 
 def test_rates_that_the_newest_records_have_are_shown_as_their_median(tmp_path: Path) -> None:

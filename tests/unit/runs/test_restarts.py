@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.runs.restarts import in_words, restarts_in
+from tests.support.told_run import run_at
+from toolkit.cli.summary import point_text, rows_of, summary_of
+from toolkit.runs.restarts import count_restarts, in_words, restarts_in
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.secret_scan import Mask
 
 NOON = datetime(2026, 11, 28, 12).timestamp()
 
 
-def start(attempt: Path, restart: int, *, at: float, node: int = 0, error: str = "") -> None:
+def start(attempt: Path, restart: int, *, at: float, node: str = "node-0", error: str = "") -> None:
     """Leave what torchrun leaves of a start of a rank, at so many seconds past noon."""
-    rank = attempt / f"node-{node}/7_x/attempt_{restart}/0"
+    rank = attempt / f"{node}/7_x/attempt_{restart}/0"
     rank.mkdir(parents=True)
     (rank / "stderr.log").touch()
     if error:
@@ -85,6 +88,46 @@ def test_attempts_that_others_have_followed_are_told_with_their_reasons(
         "preempted: Slurm has taken the nodes at 12:00, 2 min 0 s until the next start"
     )
     assert in_words([one, one]) == f"2 restarts, 4 min 0 s in all; the last: {one}"
+
+
+@pytest.mark.parametrize("names", [("node-0", "node-1"), ("x-worker-0", "x-worker-1")])
+def test_nodes_that_fail_in_turn_are_counted_together(
+    names: tuple[str, str], attempts: list[Path], tmp_path: Path
+) -> None:
+    """Each node counts its own failures only, and repeats its last number after those of others."""
+    attempts[1].rmdir()
+    one, two = names
+    start(attempts[0], 0, at=0, node=one, error="ValueError: one")
+    start(attempts[0], 0, at=60.5, node=two, error="ValueError: two")
+    start(attempts[0], 1, at=90, node=one, error="ValueError: three")
+    start(attempts[0], 1, at=120.2, node=two)
+    start(attempts[0], 2, at=120, node=one)
+    found = restarts_in(tmp_path)
+    assert [(one.restart, one.time - NOON, one.away_s) for one in found] == [
+        (0, 5, 55.5),
+        (1, 65.5, 24.5),
+        (2, 95, 25),
+    ]
+    assert [one.why.partition("ValueError: ")[2] for one in found] == ["one", "two", "three"]
+    assert count_restarts(tmp_path) == 3
+    (tmp_path / "logs/attempt-1").mkdir()
+    assert count_restarts(tmp_path) == 4
+
+
+def test_list_and_the_points_of_a_sweep_tell_how_often_the_ranks_were_started_again(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    start(attempts[0], 0, at=0)
+    start(attempts[0], 1, at=70)
+    run, sweep, untouched = run_at(tmp_path), run_at(tmp_path / "none"), run_at(None)
+    sweep.members = [run]
+    run.told = untouched.told = RunStatus(state=RunState.SUCCEEDED)
+    for brief in (True, False):
+        rows = rows_of([run, untouched], brief=brief)
+        assert [row["restarts"] for row in rows] == [{"count": 2}, None]
+    (point,) = summary_of(sweep)["points"]
+    assert point["restarts"] == {"count": 2}
+    assert point_text(point) == "2 restarts"
 
 
 def test_torn_and_foreign_lines_are_no_restart(attempts: list[Path], tmp_path: Path) -> None:

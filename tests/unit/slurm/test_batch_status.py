@@ -51,6 +51,19 @@ def test_the_list_can_be_filtered(program: Callable[..., Answer]) -> None:
     assert row["reason"] == "Priority: others come first; expected to start Jan 1 00:00"
 
 
+def test_the_list_tells_how_often_a_run_was_interrupted(
+    program: Callable[..., Answer], tmp_path: Path
+) -> None:
+    for number in range(3):
+        (tmp_path / f"run/logs/attempt-{number}").mkdir(parents=True)
+    profile, run_dir = toolkit.SlurmProfile(name="s"), tmp_path / "run"
+    remember("slurm://c/1", name="r-4", job="r", profile=profile, run_dir=run_dir)
+    line = program("list", "--last", "1").stdout
+    assert line.partition(";")[0].split()[2:] == ["r-4", "2", "restarts"]
+    (row,) = json.loads(program("list", "--last", "1", "--json").stdout)
+    assert row["restarts"] == {"count": 2}
+
+
 def test_a_place_that_is_away_is_explained_once(
     program: Callable[..., Answer], tmp_path: Path
 ) -> None:

@@ -401,7 +401,8 @@ def test_a_list_reads_no_more_than_it_shows(
     assert run.run_dir is not None
     (run.run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
     (row,) = rows_of([run], brief=True)
-    assert (row["state"], set(row)) == ("SUCCEEDED", {"uri", "name", "state", "reason"})
+    keys = {"uri", "name", "state", "reason", "restarts"}
+    assert (row["state"], set(row)) == ("SUCCEEDED", keys)
     (row,) = rows_of([run])
     assert row["metrics"] == {"step": 7}
     assert rows_of([run], states=[toolkit.RunState.FAILED]) == []

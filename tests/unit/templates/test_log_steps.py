@@ -132,7 +132,12 @@ def test_a_new_start_goes_on_and_status_goodput_and_curves_know_its_steps(
     assert [row["loss"] for row in read_metrics(tmp_path)] == [8, 7, 6, 4, 3, 2, 1]
     progress = progress_of(tmp_path)
     assert progress is not None
-    assert (progress.step, progress.steps, progress.loss, progress.restart) == (7, 9, 1.0, 1)
+    assert (progress.step, progress.steps_planned, progress.loss, progress.restart) == (
+        7,
+        9,
+        1.0,
+        1,
+    )
     goodput = goodput_of(tmp_path)
     assert (goodput.steps, goodput.steps_again, goodput.starts, goodput.ranks) == (7, 2, 2, 2)
     assert [one["event"] for one in run.records("events")] == ["start", "ready"] * 2
@@ -255,7 +260,7 @@ def test_steps_count_through_all_epochs(
     run.prints(printed)
     assert [row["step"] for row in read_metrics(tmp_path)] == steps
     progress = progress_of(tmp_path)
-    assert progress is not None and (progress.step, progress.steps) == (steps[-1], in_all)
+    assert progress is not None and (progress.step, progress.steps_planned) == (steps[-1], in_all)
     goodput = goodput_of(tmp_path)
     assert (goodput.step, goodput.steps, goodput.steps_again) == (steps[-1], steps[-1], 0)
     run.reader.finish()
