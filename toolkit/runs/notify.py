@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from toolkit.job.spec import Notify
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.registry import RunRecord
+from toolkit.runs.restarts import in_words, restarts_in
 from toolkit.runs.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
@@ -55,8 +56,12 @@ def _content(
     record: RunRecord, attempt: Path, status: RunStatus, *, failed: bool
 ) -> dict[str, Any]:
     number = int(attempt.name.rpartition("-")[2])
-    reason = mask_of(record.run_dir).hide(status.reason or status.state.lower())
+    mask, after = mask_of(record.run_dir), ""
+    if status.state is RunState.SUCCEEDED and record.run_dir:
+        after = in_words(restarts_in(record.run_dir))
+    reason = mask.hide(status.reason or status.state.lower())
     text = f"{record.name}: attempt {number} ended: {reason}"
+    text += f", after {mask.hide(after)}" if after else ""
     text = "".join(c if " " <= c <= "~" else "?" for c in text)[:_TEXT]
     return {
         "event": "end",

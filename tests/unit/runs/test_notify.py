@@ -58,6 +58,17 @@ def test_what_the_script_has_told_is_not_told_again(tmp_path: Path, receiver: Re
     assert receiver.posts == []
 
 
+def test_a_run_that_has_succeeded_after_a_restart_says_so(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    run = run_of(tmp_path, {"webhook": receiver.url}, RunStatus(state=RunState.SUCCEEDED))
+    (tmp_path / "logs/attempt-0/reason").write_text("preempted: taken; queued again\n")
+    run.wait()
+    ((_, told),) = receiver.posts
+    assert "attempt 1 ended: succeeded, after 1 restart: preempted: taken at " in told["text"]
+    assert told["text"].endswith(" until the next start")
+
+
 @pytest.mark.parametrize(
     ("on", "state", "told"),
     [

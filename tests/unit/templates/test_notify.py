@@ -190,6 +190,37 @@ def test_an_attempt_that_was_killed_before_it_could_tell_is_told_by_the_next(
     assert told["text"].endswith("attempt 0 ended: retryable: so")
 
 
+NOTICED = "E1128 12:00:{}.5 7 torch/x.py:1] failed (exitcode: {}) local_rank: {} (pid: 9) of x"
+"""What torchrun logs when it starts the ranks again."""
+
+
+def test_a_run_that_has_succeeded_after_restarts_says_so(job: Job, receiver: Receiver) -> None:
+    for node, restart in (("node-0", 0), ("node-0", 1), ("node-1", 0)):
+        (job.folder(0) / node / "7_x" / f"attempt_{restart}").mkdir(parents=True)
+    job.conclude(0, printed=NOTICED.format(10, -9, 1))
+    ((_, told),) = receiver.posts
+    assert told["text"].endswith(
+        "ended: done: all steps made, after 1 restart: local rank 1: killed by SIGKILL"
+    )
+
+
+def test_a_run_that_has_succeeded_after_attempts_and_restarts_says_so(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    job = of(tmp_path, receiver, {"webhook": "$HOOK"}, attempt=2)
+    for attempt in range(3):
+        (job.folder(attempt) / "node-0/7_x/attempt_0").mkdir(parents=True)
+    (job.folder(1) / "node-0/7_x/attempt_1").mkdir()
+    job.had(0, "retryable")
+    (job.folder(1) / "reason").write_text(f"preempted: rank 0: {HOSTILE}; so; queued again\n")
+    job.conclude(0)
+    ((_, told),) = receiver.posts
+    assert "done: all steps made, after 3 restarts, the last: preempted: rank 0: " in told["text"]
+    assert "$(touch pwned) `touch pwned`" in told["text"]
+    assert told["text"].endswith("; so")
+    assert not (Path.cwd() / "pwned").exists()
+
+
 def test_an_attempt_that_another_has_taken_over_tells_no_end(job: Job, receiver: Receiver) -> None:
     job.folder(1)
     job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
@@ -316,6 +347,42 @@ def test_a_script_that_starts_its_ranks_once_has_a_watchdog_if_stalls_are_to_be_
     assert not toolkit.plan(never, profile).tells_stalls
 
 
+def test_a_script_without_restarts_that_was_continued_by_hand_says_so(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    notify, secrets = {"webhook": "$HOOK"}, ["HOOK"]
+    job = toolkit.JobSpec(name="once", module="train", notify=notify, secrets=secrets)
+    script = tmp_path / "once.sh"
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    environ = fake_slurm.install(tmp_path, nodes=1) | {"HOOK": receiver.url}
+    earlier = tmp_path / "run/logs/attempt-0"
+    earlier.mkdir(parents=True)
+    (earlier / "reason").write_text("walltime: out of time\n")
+    argv = ["bash", str(script), str(tmp_path / "run"), "continue"]
+    assert subprocess.run(argv, env=environ, cwd=tmp_path, check=False).returncode == 0
+    ((_, told),) = receiver.posts
+    assert told["text"].endswith("done: all steps made, after 1 restart: walltime: out of time")
+
+
+def test_this_machine_tells_what_a_run_has_succeeded_after(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    profile = toolkit.LocalProfile.model_validate(
+        {"name": "here", "runs_dir": str(tmp_path / "runs"), "notify": {"webhook": receiver.url}}
+    )
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.kill(os.getpid(), 11)\n"
+    )
+    job = toolkit.JobSpec(name="probe", script=str(script), retries={"in_job": 1})
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED
+    ((_, told),) = receiver.posts
+    assert told["text"].endswith("after 1 restart: local rank 0: killed by SIGSEGV")
+
+
 def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None:
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     profile = profile.model_copy(
@@ -367,6 +434,21 @@ def test_of_several_pods_one_tells_the_end(
         assert pod.run(code) == status
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"]) == (event, failed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_that_has_succeeded_tells_that_its_ranks_were_started_again(
+    kind: str, tmp_path: Path, receiver: Receiver
+) -> None:
+    (pod,) = pods(tmp_path, kind, receiver, "t-0", requeue=1)
+    own = '"$TRAIN_RUN_DIR/logs/attempt-0/$HOSTNAME"'
+    noticed = f"echo '{NOTICED.format(10, -9, 0)}' >>{own}/torchrun.log"
+    assert pod.run(f"mkdir -p {own}/7_x/attempt_0; {noticed}; exit 1") == AGAIN
+    assert pod.run(f"mkdir -p {own}/8_x/attempt_0") == DONE
+    ((_, told),) = receiver.posts
+    assert told["text"].endswith(
+        "ended: done: all steps made, after 1 restart: local rank 0: killed by SIGKILL"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
