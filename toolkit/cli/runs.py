@@ -217,6 +217,8 @@ def logs(
         output.echo_log(itertools.chain([first], lines), at_once=1 if follow else 1000)
     elif ranks or grep is not None:
         output.say(f"no such line in the output of {opened.name}", err=True)
+    if lost := opened.lost_output():
+        output.say(lost, err=True)
     output.echo_failure(opened, attempt=attempt)
 
 

@@ -179,19 +179,30 @@ class RunObjects:
         return str(self.workload["metadata"]["name"])
 
 
-def pods_of(kind: WorkloadKind, obj: Object) -> int:
-    """Return how many pods an object has at a time."""
+def pod_names_of(kind: WorkloadKind, obj: Object) -> list[str]:
+    """Return the short names of the pods that an object has at a time, by role and index."""
     spec = obj.get("spec") or {}
+    counts = {"node": spec.get("parallelism")}
     match kind.kind:
         case "PyTorchJob":
-            replicas = spec.get("pytorchReplicaSpecs") or {}
-            return sum(int(r.get("replicas") or 1) for r in replicas.values())
+            roles = spec.get("pytorchReplicaSpecs") or {}
+            counts = {role.lower(): one.get("replicas") for role, one in roles.items()}
         case "TrainJob":
-            return int((spec.get("trainer") or {}).get("numNodes") or 1)
+            counts = {"node": (spec.get("trainer") or {}).get("numNodes")}
         case "JobSet":
             jobs = spec.get("replicatedJobs") or ()
-            return sum(int(job["template"]["spec"].get("parallelism") or 1) for job in jobs)
-    return int(spec.get("parallelism") or 1)
+            parallel = (int(job["template"]["spec"].get("parallelism") or 1) for job in jobs)
+            counts = {"node": sum(parallel)}
+    return [
+        f"{role}-{index}"
+        for role, count in sorted(counts.items())
+        for index in range(1 if count is None else int(count))
+    ]
+
+
+def pods_of(kind: WorkloadKind, obj: Object) -> int:
+    """Return how many pods an object has at a time."""
+    return len(pod_names_of(kind, obj))
 
 
 def resource_of(document: Object) -> ApiResource:

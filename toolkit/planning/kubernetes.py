@@ -193,12 +193,20 @@ class KubernetesPlan(plans.LaunchPlan):
         return self.profile.runs_claim is not None
 
     @property
+    def replaces_pods(self) -> bool:
+        """Whether pods are replaced whatever they have ended with, as those of a lost node are.
+
+        The operator of a PyTorchJob decides by exit statuses, and needs no other sign.
+        """
+        return self.workload != "PyTorchJob" and self.keeps_runs
+
+    @property
     def ends_by_mark(self) -> bool:
         """Whether a pod that has failed for good tells the others by a mark in the run directory.
 
-        The operator of a PyTorchJob ends the run by the exit status of one pod.
+        Otherwise the operator of a PyTorchJob would delete them, with their logs.
         """
-        return self.workload != "PyTorchJob" and self.keeps_runs
+        return self.replaces_pods or (self.max_nodes > 1 and self.keeps_runs)
 
     @property
     def own_service(self) -> bool:

@@ -65,6 +65,10 @@ class Run(abc.ABC):
         """
         return self.run_dir
 
+    def lost_output(self) -> str:
+        """Return whose output `logs` cannot show any more; empty where nothing is known to lack."""
+        return ""
+
     @property
     def points(self) -> "Sequence[Run]":
         """The points of a sweep, each a run of its own; none where it is no sweep."""

@@ -44,6 +44,20 @@ def test_lines_of_certain_ranks_are_found_in_all_pods(site: Site) -> None:
     assert sorted(run.logs(follow=True, ranks=[1], grep="b$")) == [f"[{node[0]}] [rank 1] b"]
 
 
+@every_workload
+def test_output_that_is_gone_with_its_pod_is_named(site: Site) -> None:
+    """The operator of a PyTorchJob deletes the pods that still run when one has ended the run."""
+    run = site.submit(resources={"nnodes": 2})
+    site.server.run(run.name)
+    site.server.finish(run.name, succeeded=False)
+    assert run.lost_output() == ""
+    site.server.delete(site.pod(run, 0), kind="Pod")
+    assert run.lost_output() == (
+        f"the output of {short(site.workload, 0)} is gone with its pod; what the ranks printed is "
+        "in the run directory, logs/attempt-N/POD"
+    )
+
+
 @a_job
 def test_a_run_prints_the_rank_before_each_line(site: Site) -> None:
     run = site.submit()

@@ -154,7 +154,7 @@ def test_the_pod_has_what_the_site_asks_of_pods_and_nothing_else_of_the_run(
                         "key": f"node.kubernetes.io/{taint}",
                         "operator": "Exists",
                         "effect": "NoExecute",
-                        "tolerationSeconds": 30,
+                        "tolerationSeconds": 5,
                     }
                     for taint in ("not-ready", "unreachable")
                 ),

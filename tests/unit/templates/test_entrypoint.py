@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import Until
 from tests.support.ports import free_port
+from tests.support.processes import with_environment
 from tests.support.rendered import KINDS, container_of, manifest, workload
 from tests.support.strict_server import arrives
 
@@ -219,14 +220,14 @@ def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path)
     assert attempts == ["attempt-0", "attempt-1"]
 
 
-@pytest.mark.parametrize("kind", ["Job", "JobSet", "TrainJob"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
     kind: str, tmp_path: Path, until: Until
 ) -> None:
-    """Kubernetes replaces it, as it does a pod whose node is lost."""
-    pod, other = (Pod(tmp_path, kind, name=f"t-{n}", requeue=1) for n in (0, 1))
+    """Kubernetes replaces it like a pod whose node is lost; a PyTorchJob deletes the others."""
+    pod, other = (Pod(tmp_path, kind, name=f"t-{n}", requeue=1, nnodes=2) for n in (0, 1))
     other.program("sleep", FAST_SLEEP)
-    first = {"TRAIN_START": "a"}
+    first = {"TRAIN_START": "a", "JOB_COMPLETION_INDEX": "0"}
     waits = 'trap "exit 1" TERM; touch "$TRAIN_RUN_DIR/ready"; while :; do /bin/sleep 0.02; done'
     with other.start("torchrun", waits, **first) as process:
         until((pod.runs / "ready").exists, "the other runs")
@@ -235,9 +236,14 @@ def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
             assert failing.wait(300) == FINAL
             assert failing.stderr is not None
             verdict = failing.stderr.read().splitlines()[-1]
+        if kind == "PyTorchJob":
+            assert (other.runs / "logs/attempt-0/t-1/ended").exists(), "it was waited for"
         assert process.wait(300) == FINAL, "though its torchrun was only told to stop"
         assert process.stderr is not None
         assert process.stderr.read().splitlines()[-1] == verdict
+    if kind == "PyTorchJob":  # the operator starts no other; this is the object applied again
+        assert pod.run("exit 0", **first) == DONE
+        return
     for one in (pod, other, Pod(tmp_path, kind, name="t-2")):
         with one.start("torchrun", 'touch "$TRAIN_RUN_DIR/ran"', **first) as again:
             assert again.wait(300) == FINAL
@@ -263,7 +269,8 @@ def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_pl
             if kubelet_is_back:
                 process.terminate()
             assert process.wait(300) == AGAIN
-            process.stderr.close()  # type: ignore[union-attr]
+            for pid in with_environment(f"TRAIN_RUN_DIR={old.runs}\0"):
+                os.kill(pid, signal.SIGKILL)  # as the end of a container does
         (old.runs / "ready").unlink()
         assert not (old.runs / "saved").exists()
 
