@@ -2,7 +2,7 @@
 
 They are the job file, the manifest that the run was submitted by, and the files for its pods; the
 points of a sweep, so that a long list of runs reads no job files; and how each object has ended,
-since the cluster deletes it after `ttl`.
+and what had interrupted it, since the cluster deletes it after `ttl`.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import gzip
 import json
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ from toolkit.job.spec import JobSpec, load
 from toolkit.kubernetes.workloads import manifest_for
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile
+from toolkit.runs.restarts import Restart
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
@@ -124,6 +126,28 @@ class LocalState:
         """Take back that an object has ended, since it goes on or is made again."""
         with contextlib.suppress(OSError):
             self._end(object_name).unlink(missing_ok=True)
+            self._restarts(object_name).unlink(missing_ok=True)
+
+    def restarts(self, object_name: str) -> list[Restart] | None:
+        """Return what had interrupted an object when it had succeeded; None if it has not."""
+        try:
+            found = untrusted.read_json(self._restarts(object_name))
+            return [
+                Restart(
+                    attempt=int(one["attempt"]),
+                    restart=int(one["restart"]),
+                    why=str(one["why"]),
+                    time=float(one["time"]),
+                    away_s=float(one["away_s"]),
+                )
+                for one in found
+            ]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def write_restarts(self, object_name: str, restarts: Iterable[Restart]) -> None:
+        """Write down what has interrupted an object, where the run has a folder."""
+        self._write(self._restarts(object_name), json.dumps(list(map(asdict, restarts))))
 
     def start(self, object_name: str) -> str:
         """Return the uid of an object that was seen to run; empty if none was."""
@@ -145,6 +169,9 @@ class LocalState:
 
     def _end(self, object_name: str) -> Path:
         return self.folder / f"ended-{object_name}.json"
+
+    def _restarts(self, object_name: str) -> Path:
+        return self.folder / f"restarts-{object_name}.json"
 
     def _start(self, object_name: str) -> Path:
         return self.folder / f"started-{object_name}"

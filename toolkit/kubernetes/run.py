@@ -3,7 +3,8 @@
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from toolkit.kubernetes.glimpse import glimpse_of
 from toolkit.kubernetes.local_state import LocalState, Settings
 from toolkit.kubernetes.logs import Round, read_lines
 from toolkit.kubernetes.pods import attempt_of, label_of, scheduled_of, short_name
+from toolkit.kubernetes.restarts import restarts_of
 from toolkit.kubernetes.stacks import PodsExchange
 from toolkit.kubernetes.status import (
     FOR_LIST,
@@ -37,6 +39,7 @@ from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
 from toolkit.runs import registry
 from toolkit.runs.failure import Failure
 from toolkit.runs.log_reader import LogView
+from toolkit.runs.restarts import Restart
 from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.run_secrets import mask_of, redacted
 from toolkit.runs.scheduler_times import Scheduled
@@ -150,12 +153,34 @@ class KubernetesRun(Run):
             causes=causes,
             with_failed_pods=self._looks_for_failed_pods(),
         )
-        return [
+        statuses = [
             part._seen(status_of(self.kind, present[name], evidence.get(name)), present[name])
             if name in present
             else part._gone()
             for name, part in zip(names, parts, strict=True)
         ]
+        if self._watch is None:
+            self._keep_restarts(part for part in parts if part.object_name in present)
+        return statuses
+
+    def _keep_restarts(self, parts: "Iterable[KubernetesRun]") -> None:
+        """Write down what has interrupted those that have succeeded, since pods are deleted."""
+        new = {part.object_name: part for part in parts if part._has_new_success()}
+        if not new:
+            return
+        selector = pod_selector_of(self.kind, selector_of(RUN_LABEL, list(new)))
+        with contextlib.suppress(LauncherError):  # then the next caller tries
+            pods: defaultdict[str, list[Object]] = defaultdict(list)
+            for pod in self.cluster.pods(selector):
+                pods[label_of(pod, RUN_LABEL)].append(pod)
+            for name, part in new.items():
+                part.local.write_restarts(name, restarts_of(pods[name]))
+
+    def _has_new_success(self) -> bool:
+        """Whether it has succeeded, and what had interrupted it is not written down."""
+        end = self.local.end(self.object_name)
+        succeeded = end is not None and end.state is RunState.SUCCEEDED
+        return succeeded and self.local.restarts(self.object_name) is None
 
     def _looks_for_failed_pods(self) -> bool:
         """Whether it is time to do so; a caller who waits asks far more often."""
@@ -229,6 +254,7 @@ class KubernetesRun(Run):
             for run in watched:
                 run._watch = None
             watch.close()
+            self._keep_restarts(part for run in watched for part in run.parts)
 
     def _pause(self, pause_s: float) -> None:
         if (watch := self._watch) is None:
@@ -256,6 +282,25 @@ class KubernetesRun(Run):
 
         failure = self.cluster.connection.patiently(question, attempts=_READ_ATTEMPTS)
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
+
+    def restarts(self) -> Sequence[Restart]:
+        """Return what has interrupted the run, as far as its pods show it.
+
+        What torchrun has started again within the pods is only in the run directory.
+        """
+        if self.points:
+            return ()
+        if (found := self.local.restarts(self.object_name)) is None:
+            try:
+                found = restarts_of(self.cluster.pods(self.pod_selector))
+            except LauncherError:
+                return ()
+        mask = mask_of(self.run_dir, self.environ)
+        return [replace(one, why=mask.hide(one.why)) for one in found]
+
+    def count_restarts(self) -> int:
+        """Return how many restarts are known of a run that has succeeded, without a request."""
+        return len(self.local.restarts(self.object_name) or ())
 
     @contextlib.contextmanager
     def recorded(self, *names: str) -> Iterator[Path]:

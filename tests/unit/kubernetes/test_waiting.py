@@ -52,7 +52,8 @@ def test_waiting_for_a_run_is_one_list_and_one_watch(site: Site, until: Until) -
     waiting.join()
     assert waiting.found == status(SUCCEEDED)
     assert asked(site) == ["list", "watch"]
-    assert not [path for _, path, _ in site.server.requests if not path.endswith(site.path)]
+    others = [path for _, path, _ in site.server.requests if not path.endswith(site.path)]
+    assert others == ["/api/v1/namespaces/default/pods"], "what has interrupted it"
     until(lambda: not site.server.watches, "the watch is closed")
 
 
