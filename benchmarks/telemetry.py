@@ -42,12 +42,13 @@ LIMIT_S = 3
 HANGS = {
     "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "sleeps": "time.sleep(600)",
-    "holds the GIL": "sum(itertools.repeat(0))",
+    "holds the GIL": "mutex = ctypes.create_string_buffer(64)\n"
+    "for _ in range(2): ctypes.PyDLL(None).pthread_mutex_lock(mutex)",
 }
 """What rank 1 does after 40 steps."""
 
 HANGING = """
-import itertools, json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 for step in range(1, 1000):
@@ -97,7 +98,8 @@ def run_of(folder: Path, text: str, *args: str, limit: str = "", **environ: str)
     (exchange / "site").mkdir(parents=True)
     for name in ("start.sh", "watchdog.py", "stragglers.py"):
         shutil.copy(WATCHDOG / name, exchange)
-    shutil.copy(WATCHDOG / "sitecustomize.py", exchange / "site")
+    for name in ("sitecustomize.py", "rank_watch.py"):
+        shutil.copy(WATCHDOG / name, exchange / "site")
     script = folder / "script.py"
     script.write_text(text, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]

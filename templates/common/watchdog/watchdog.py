@@ -7,15 +7,16 @@ What it finds goes into the attempt's folder `watchdog` (docs/reference/run-dire
 `ask-NAME` there, from `toolkit stacks` or another node's watchdog, is answered by a file
 `answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
 the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
-others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given. Now and
-then it asks all nodes when their ranks have begun the newest collectives, writes into
-`ranks.jsonl` how long each rank waits for others, and names one that is slower than the others in
-`stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the watchdog beside the rank
-that prints steps records them (log_steps.py).
+others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given and no rank
+computes. Now and then it asks all nodes when their ranks have begun the newest collectives, writes
+into `ranks.jsonl` how long each rank waits for others, and names one that is slower than the others
+in `stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the watchdog beside the
+rank that prints steps records them (log_steps.py).
 """
 
 import contextlib
 import json
+import math
 import os
 import re
 import select
@@ -72,13 +73,24 @@ TIMES_LONGEST = 10
 LEARNS_FROM = 20
 """How many steps are needed to learn a limit."""
 
+KINDS = 5
+"""How many of the newest collectives are compared by name and size."""
+
+COMPUTES = 0.2
+"""The processes of a rank that computes use so much of a core,"""
+
+LONGEST_S, TIMES_LIMIT = 3600.0, 10
+"""and may do so without a step for so long, or for so many times the limit, if that is more."""
+
 PAUSES = ("evaluation", "compilation")
 """Events in `events.jsonl` after which no step is expected, until another line follows."""
 
 UNSEEN = (
-    "no rank has started, or none can be looked into: its program is not Python, or its Python was "
-    "started with -I, -E or -S, or forked by torchrun; a stall would not be noticed"
+    "the ranks cannot be looked into: their program is not Python, or their Python was started "
+    "with -I, -E or -S, or forked by torchrun; a stall would not be noticed"
 )
+UNSEEN_S = 60.0
+"""How long a rank may take, at least, until its Python has started."""
 
 MOST_BYTES = 1 << 24
 
@@ -86,6 +98,14 @@ FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
 COMMUNICATION = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/graph\.py$)")
 """Files in whose functions ranks wait for each other; DDP does so inside of backward."""
+
+LOCK = re.compile(
+    r"/(?:threading|selectors|subprocess|(?:multiprocessing|concurrent/futures)/\w+)\.py$"
+)
+"""Files in whose functions a thread waits for other threads or processes."""
+
+EQUAL = re.compile(r"all_reduce|_?(?:broadcast|reduce)(?:_oop)?$|_(all_gather|reduce_scatter)_base")
+"""Names of collectives in which all ranks have tensors of one size."""
 
 
 # ---- One rank
@@ -133,6 +153,35 @@ def is_alive(rank: Rank) -> bool:
         return False
     state, *fields = stat.rpartition(")")[2].split()
     return state != "Z" and fields[18] == rank.get("began")  # proc(5), field 22
+
+
+def processes() -> dict[int, tuple[int, float, float]]:
+    """Return of each process its parent, its CPU time in seconds, and that of children it has lost.
+
+    Time in which its first thread has waited for a CPU counts, too.
+    """
+    tick_s, found = 1 / os.sysconf("SC_CLK_TCK"), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+            numbers = [int(field) for field in stat.rpartition(")")[2].split()[1:15]]  # proc(5)
+            own_s, lost_s = sum(numbers[10:12]) * tick_s, sum(numbers[12:14]) * tick_s
+            found[int(folder.name)] = numbers[0], own_s, lost_s
+            waited_ns = int((folder / "schedstat").read_text(encoding="utf-8").split()[1])
+            found[int(folder.name)] = numbers[0], own_s + waited_ns / 1e9, lost_s
+    return found
+
+
+def cpu_seconds(pids: Iterable[int]) -> dict[int, tuple[float, float]]:
+    """Return the CPU time of processes, and that of all that they have started."""
+    every = processes()
+    used = {pid: every.get(pid, (0, 0.0, 0.0))[1:] for pid in pids}
+    for pid, (parent, *seconds) in every.items():
+        while parent not in used and parent in every:
+            parent = every[parent][0]
+        if parent in used and pid not in used:
+            used[parent] = used[parent][0], used[parent][1] + sum(seconds)
+    return used
 
 
 def stack_by_signal(rank: Rank, folder: Path) -> list[list[Any]]:
@@ -193,17 +242,19 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     That is its `number`, its `name`, and whether the rank still waits in it. On a GPU, ranks queue
     collectives: `open` is the first that has not ended, and `started` whether the GPU has begun it,
     which torch knows where TORCH_NCCL_ENABLE_TIMING is set. The backends of a group count their
-    collectives apart.
+    collectives apart. `kinds` are the numbers and kinds of the newest ones, up to `open`.
     """
     last: dict[str, dict[str, Any]] = {}
     for entry in entries:
         number, group = entry["collective_seq_id"], entry["process_group"][0]
         backend, _, name = entry["profiling_name"].rpartition(":")
         key = group if backend == "gloo" else f"{group} ({backend})"
-        before = last.get(key, {"number": 0, "open": None, "started": False})
+        before = last.get(key, {"number": 0, "open": None, "started": False, "kinds": []})
         if entry["is_p2p"] or number < before["number"]:
             continue
         last[key] = before | {"number": number, "name": name, "waits": False}
+        if before["open"] is None:
+            last[key]["kinds"] = [*before["kinds"][1 - KINDS :], [number, kind_of(entry, name)]]
         if not entry.get("retired") and entry.get("state") != "completed":
             last[key]["waits"] = True
             if before["open"] is None:
@@ -211,11 +262,36 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     return last
 
 
+def kind_of(entry: Mapping[str, Any], name: str) -> str:
+    """Return what must be the same on all ranks: the name of a collective, and often its size."""
+    if not EQUAL.match(name):
+        return name
+    size = sum(map(math.prod, entry.get("input_sizes", ())))
+    return " ".join([name, "of", str(size), *sorted(set(entry.get("input_dtypes", ())))])
+
+
+def waits_in(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank is in an operation of torch.distributed that has not ended.
+
+    One of a GPU has not begun while kernels before it run, as far as torch knows the times.
+    """
+    newest = {entry["process_group"][0]: entry for entry in entries}
+    timed = any(entry.get("duration_ms") is not None for entry in entries)
+    for entry in entries:
+        state = entry.get("state")
+        if not entry.get("retired") and state != "completed":
+            is_newest = entry is newest[entry["process_group"][0]]
+            on_cpu = entry["profiling_name"].startswith("gloo:")
+            if on_cpu or (state == "started" if timed else is_newest):
+                return True
+    return False
+
+
 def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
     """Return what is found of a rank now; of a stopped process, only that it is stopped."""
     state = process_status(rank["pid"]).get("State", "")[:1]
     found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
-    found |= {"stack": [], "threads": [], "collectives": None}
+    found |= {"stack": [], "threads": [], "collectives": None, "waits": False}
     if state in ("T", "t", "Z"):
         return found
     if (answer := answer_of(rank, timeout_s)) is None:  # a thread holds the GIL
@@ -224,6 +300,7 @@ def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
     found |= {"stack": threads.pop(f"{rank['thread']:x}", []), "threads": [*threads.values()]}
     with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
         found["collectives"] = None if entries is None else collectives_of(entries)
+        found["waits"] = waits_in(entries or ())
     return found
 
 
@@ -261,14 +338,17 @@ def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, 
 def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     """Return the ranks that keep the others waiting, and why; none if no rank differs.
 
-    These are, in this order: stopped processes; ranks that lack a collective which others of its
-    process group have begun; ranks whose GPU has not begun a collective that other GPUs have; ranks
-    outside of torch.distributed, if others are inside.
+    These are, in this order: stopped processes; none if ranks are in different collectives; ranks
+    that lack a collective which others of its process group have begun; ranks whose GPU has not
+    begun a collective that other GPUs have; ranks outside of torch.distributed, if others are
+    inside.
     """
     ranks = {each["rank"]: each for each in found}
     stopped = [rank for rank, each in ranks.items() if each["state"] in ("T", "t")]
     if stopped:
         return dict.fromkeys(stopped, "is stopped (by SIGSTOP or a debugger)")
+    if mismatch_of(ranks.values()):
+        return {}
     behind: dict[int, str] = {}
     # Who has not answered may have joined all; who has no collective yet lacks the first.
     known = {
@@ -294,11 +374,41 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     elsewhere = [
         rank
         for rank, each in ranks.items()
-        if each["stack"] and not any(COMMUNICATION.search(frame[0]) for frame in each["stack"])
+        if each["stack"] and not each["waits"]
+        if not any(COMMUNICATION.search(frame[0]) for frame in each["stack"])
     ]
     if elsewhere and len(elsewhere) < len(ranks):
         return dict.fromkeys(elsewhere, "is not in torch.distributed, as the others are")
     return {}
+
+
+def mismatch_of(found: Iterable[Finding]) -> tuple[str, dict[str, list[int]]] | None:
+    """Return the first collective that differs between ranks, and which ranks are in which."""
+    calls: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for each in found:
+        for group, last in (each["collectives"] or {}).items():
+            for number, kind in dict(last.get("kinds", ())).items():
+                calls.setdefault((group, number), {}).setdefault(kind, []).append(each["rank"])
+    for (group, number), kinds in sorted(calls.items()):
+        if len(kinds) > 1:
+            return f"number {number} of process group {group}", kinds
+    return None
+
+
+def at_work(found: Iterable[Finding]) -> list[int]:
+    """Return the ranks that compute: in no collective, with processes that use a CPU.
+
+    Of a rank whose threads all wait for a lock or a process, only its other processes count.
+    """
+    ranks = []
+    for each in found:
+        own, others = each.get("cores", (0.0, 0.0))
+        stacks = [each["stack"], *each["threads"]]
+        if all(stack and LOCK.search(stack[0][0]) for stack in stacks):
+            own = 0.0
+        if own + others >= COMPUTES and not each["waits"] and each["state"] not in ("T", "t", "Z"):
+            ranks.append(int(each["rank"]))
+    return sorted(ranks)
 
 
 def before_what_others_started(
@@ -320,8 +430,8 @@ def before_what_others_started(
 def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collection[int]) -> bool:
     """Whether the ranks are at work, as two looks show.
 
-    They are if a rank has begun another collective; and if a stack has changed while no rank
-    differs from the others, or while the one that does imports modules.
+    They are if a rank has begun another collective; and if the stack of one that is in none has
+    changed while no rank differs from the others, or while the one that does imports modules.
     """
     first = {each["rank"]: each for each in before}
     pairs = [(first[each["rank"]], each) for each in now if each["rank"] in first]
@@ -333,7 +443,8 @@ def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collect
         if new["rank"] in culprits
         for frame in new["stack"]
     )
-    return (not culprits or imports) and any(old["stack"] != new["stack"] for old, new in pairs)
+    moved = any(old["stack"] != new["stack"] and not new["waits"] for old, new in pairs)
+    return moved and (not culprits or imports)
 
 
 def place_of(stack: Stack) -> str:
@@ -346,12 +457,27 @@ def place_of(stack: Stack) -> str:
     return f"{file}:{line} in {function}" + (", waiting for a data loader" if loads else "")
 
 
+def places_of(
+    numbers: Sequence[int], ranks: Mapping[int, Finding], nodes: Mapping[int, str]
+) -> str:
+    """Return a few words about ranks, and where they stand."""
+    shown = ", ".join(map(str, numbers[:8]))
+    shown += f", … ({len(numbers)} in all)" if len(numbers) > 8 else ""
+    who = f"ranks {shown}" if len(numbers) > 1 else f"rank {shown} on {nodes[numbers[0]]}"
+    places = sorted({place_of(ranks[number]["stack"]) for number in numbers} - {""})
+    return f"{who} ({' and '.join(places[:3])})" if places else who
+
+
 def in_words(
     culprits: Mapping[int, str], found: Iterable[Finding], nodes: Mapping[int, str], world: int
 ) -> str:
     """Return one sentence about a stall: which rank on which node, why, and where it stands."""
     ranks = {each["rank"]: each for each in found}
     parts = []
+    if not culprits and (mismatch := mismatch_of(ranks.values())):
+        what, kinds = mismatch
+        calls = [f"{kind} on {places_of(own, ranks, nodes)}" for kind, own in kinds.items()]
+        parts.append(f"collective mismatch: {what} is {' and '.join(calls)}")
     for rank, why in sorted(culprits.items()):
         place = place_of(ranks[rank]["stack"])
         where = f"; it stands at {place}" if place else ""
@@ -388,7 +514,7 @@ class Signs:
             if rank["error_file"]
             for name in ("stdout.log", "stderr.log")
         ]
-        self.last, self.looked_elsewhere = now, now
+        self.last = self.since = self.looked_elsewhere = now
         self.steps, self.longest_s = 0, 0.0
         self.metrics = size_of(self.run_dir / "metrics.jsonl")
         self.output, self.elsewhere = sum(map(size_of, self.outputs)), -1
@@ -418,13 +544,18 @@ class Signs:
             return None
         return max(LEAST_LEARNED_S, TIMES_LONGEST * self.longest_s)
 
+    @property
+    def silent_since(self) -> float:
+        """The last sign of life, or when ranks were seen at work without one."""
+        return max(self.last, self.since)
+
     def silent_s(self, now: float, lead_s: float = 0.0) -> float | None:
         """Return for how long there has been no sign of life; None if that is not too long.
 
         Nor will it be too long so many seconds later.
         """
         timeout_s = self.timeout_s
-        if timeout_s is None or now + min(lead_s, timeout_s / 2) - self.last < timeout_s:
+        if timeout_s is None or now + min(lead_s, timeout_s / 2) - self.silent_since < timeout_s:
             return None
         if self.pauses():
             self.last = now  # a step may take its whole time after the pause
@@ -452,7 +583,12 @@ class Watchdog:
     """Answers questions, notices stalls where rank 0 runs, and kills ranks that are to be ended."""
 
     def __init__(
-        self, folder: Path, logs: Path, limit_s: float | None, torchrun: select.poll
+        self,
+        folder: Path,
+        logs: Path,
+        limit_s: float | None,
+        torchrun: select.poll,
+        parent: int = 0,
     ) -> None:
         self.torchrun, self.looked = torchrun, time.monotonic()
         self.folder, self.exchange = folder, logs / "watchdog"
@@ -466,8 +602,12 @@ class Watchdog:
         # What is there was asked before: in pods, a new rank may have the pid of an old one.
         self.done = {path.name for path in self.exchange.iterdir()}
         self.began: float | None = time.monotonic()  # None once there are ranks
+        self.parent = parent
+        self.unseen: set[int] = set()  # children of torchrun while no rank has left a file
         self.watched: list[int] = []
         self.named = 0.0  # when a stall was named that goes on; 0 if none does
+        self.over = False  # whether it is judged for good
+        self.used: list[tuple[float, dict[int, tuple[float, float]]]] = [(self.looked, {})] * 2
         self.mute: set[int] = set()  # pids of ranks that have not answered the last time
         self.before: list[Finding] = []  # the first look at a run that seems to stall,
         self.silent_since = 0.0  # and its last sign of life before that
@@ -505,12 +645,19 @@ class Watchdog:
         """Write down what this node's ranks are doing."""
         ranks = self.ranks()
         examined = arrivals if name.startswith("arrivals-") else self.examined
+        found = [examined(rank, self.folder) for rank in ranks]
+        if self.kills and examined is not arrivals:
+            pids, (before, used_s) = [rank["pid"] for rank in ranks], self.used[0]
+            passed_s, now_s = time.monotonic() - before, cpu_seconds(pids)
+            for each in found:
+                pairs = zip(now_s[each["pid"]], used_s.get(each["pid"], (0.0, 0.0)), strict=True)
+                each["cores"] = [max(0.0, round((now - old) / passed_s, 2)) for now, old in pairs]
         report = {
             "version": 1,
             "time": time.time(),
             "node": self.node,
             "world": max((rank["world"] for rank in ranks), default=0),
-            "ranks": [examined(rank, self.folder) for rank in ranks],
+            "ranks": found,
         }
         write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
 
@@ -522,6 +669,11 @@ class Watchdog:
         answered = found["threads"] or found["collectives"] is not None
         (self.mute.discard if answered else self.mute.add)(rank["pid"])
         return found
+
+    def withdraw(self, name: str) -> None:
+        """Remove a question whose answers nobody needs, and these."""
+        for path in self.exchange.glob(f"a*-{name}*"):
+            path.unlink(missing_ok=True)
 
     def ask_all(self, name: str, world: int) -> tuple[list[Finding], dict[int, str]]:
         """Return what all nodes answer in time: what was found of each rank; each rank's node."""
@@ -539,16 +691,31 @@ class Watchdog:
     def name_stall(self, silent_s: float, world: int) -> bool:
         """Find out who keeps the run waiting, write it down, and have those ranks killed.
 
-        Returns whether the run is stalled: ranks that are at work are not.
+        Returns whether the run is stalled: ranks that are at work are not. One that computes for
+        longer than the limit is only named.
         """
         name, before = f"stall-{time.time_ns()}", self.before
         found, nodes = self.ask_all(name, world)
         earlier, culprits = culprits_of(before), culprits_of(found)
         if is_busy(before, found, culprits) or earlier.keys() != culprits.keys():
-            self.signs.last = time.monotonic()
+            self.signs.since = time.monotonic()
+            self.withdraw(name)
             return False
-        what = "step" if self.signs.steps else "output"
-        why = f"no {what} for {silent_s:.0f} s: {in_words(culprits, found, nodes, world)}"
+        silence = f"no {'step' if self.signs.steps else 'output'} for {silent_s:.0f} s"
+        longest_s = max(LONGEST_S, TIMES_LIMIT * (self.signs.limit_s or 0))
+        if self.kills and silent_s < longest_s and (working := at_work(found)):
+            self.signs.since = time.monotonic()
+            if not self.named:
+                who = places_of(working, {each["rank"]: each for each in found}, nodes)
+                do = "compute" if len(working) > 1 else "computes"
+                why = f"{silence}: {who} {do}; no rank is killed before {longest_s:.0f} s"
+                self.record("stalls", stalled=True, ranks=working, why=why, kills=False, asked=name)
+                print(f"watchdog: {why}", file=sys.stderr, flush=True)
+                self.named = self.signs.since
+            else:
+                self.withdraw(name)
+            return False
+        why = f"{silence}: {in_words(culprits, found, nodes, world)}"
         line = {"stalled": True, "ranks": sorted(culprits), "why": why, "kills": self.kills}
         self.record("stalls", **line, asked=name)
         print(f"watchdog: {why}", file=sys.stderr, flush=True)
@@ -661,15 +828,24 @@ class Watchdog:
         if (
             now - self.looked > SUSPENDED_S
         ):  # all of the node's processes were, as by scontrol suspend
-            self.signs.last += now - self.looked
+            suspended_s = now - self.looked
+            self.signs.last += suspended_s
+            self.signs.since += suspended_s
+            self.used = [(at + suspended_s, used) for at, used in self.used]
+        limit_s, pids = self.signs.limit_s, [rank["pid"] for rank in ranks]
         if ranks:
             self.began = None
-        elif self.began is not None and self.kills and now - self.began > (self.signs.limit_s or 0):
-            self.began = None
-            print(f"watchdog: {UNSEEN}", file=sys.stderr, flush=True)
+            if limit_s is not None and now - self.used[1][0] > limit_s / 2:
+                self.used = [self.used[1], (now, cpu_seconds(pids))]
+        elif self.began and limit_s is not None and now - self.began > max(limit_s, UNSEEN_S):
+            children = {pid for pid, each in processes().items() if each[0] == self.parent}
+            self.began = now
+            if self.unseen & children:
+                self.began = None
+                print(f"watchdog: {UNSEEN}", file=sys.stderr, flush=True)
+            self.unseen = children
         if not ranks or ranks[0]["rank"] != 0:
             return
-        pids = [rank["pid"] for rank in ranks]
         if pids != self.watched:
             self.watched = pids
             self.signs.begin(ranks, now=now)
@@ -681,25 +857,27 @@ class Watchdog:
             self.trainer_status.look(now)
         if self.named and self.signs.last > self.named:
             self.record("stalls", stalled=False)
-            self.named = 0.0
+            self.named, self.over = 0.0, False
         if ranks[0]["world"] > 1:
             with contextlib.suppress(OSError):  # on a full disk; stalls count more
                 self.look_for_straggler(now, ranks[0]["world"])
-        if self.named:
+        if self.over:
             return
-        if self.silent_since != self.signs.last and self.signs.silent_s(now, LEAD_S) is not None:
-            self.silent_since = self.signs.last
+        since = self.signs.silent_since
+        if self.silent_since != since and self.signs.silent_s(now, LEAD_S) is not None:
+            self.silent_since = since
+            self.withdraw("stall-*-before")
             self.before, _ = self.ask_all(f"stall-{time.time_ns()}-before", ranks[0]["world"])
             return  # a sign of life may have come meanwhile
         silent_s = self.signs.silent_s(now)
         if silent_s is not None and self.name_stall(silent_s, ranks[0]["world"]):
-            self.named = time.monotonic()
+            self.named, self.over = time.monotonic(), True
 
 
 def main(folder: str, limit: str) -> None:
     """Watch, in the background, until the parent ends: the shell that becomes torchrun."""
-    torchrun = select.poll()
-    torchrun.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    torchrun, parent = select.poll(), os.getppid()
+    torchrun.register(os.pidfd_open(parent), select.POLLIN)
     if os.fork():  # no child of torchrun, whose children are the ranks
         return
     for number in (
@@ -712,7 +890,7 @@ def main(folder: str, limit: str) -> None:
     logs = Path(os.environ["TRAIN_RUN_DIR"]) / "logs" / f"attempt-{attempt}"
     limit_s = None if limit == "learned" else float(limit)
     try:
-        watchdog = Watchdog(Path(folder), logs, limit_s, torchrun)
+        watchdog = Watchdog(Path(folder), logs, limit_s, torchrun, parent)
         poll_s = POLL_LEARNED_S if limit_s is None else POLL_S
         while True:
             try:

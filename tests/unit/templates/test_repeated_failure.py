@@ -312,6 +312,25 @@ def test_ranks_in_different_collectives_are_the_codes_fault_and_no_nodes(job: Jo
     assert reason == f"fatal: the same failure twice: {MISMATCH}{END}"
 
 
+@pytest.mark.parametrize(
+    ("found", "blamed"),
+    [
+        ("collective mismatch: number 7 of process group 0 is barrier on rank 1 on n1", False),
+        ("no rank differs from the others; they stand at /x/train.py:41 in <module>", False),
+        ("rank 1 on n1 has not joined barrier 7 of process group 0", True),
+    ],
+)
+def test_a_rank_that_was_ended_for_a_stall_blames_its_node_only_if_it_differs(
+    job: Job, found: str, blamed: bool
+) -> None:
+    for silent_s in (600, 601):
+        raised(job, f"StallError: no step for {silent_s} s: {found}", rank=1)
+        reason = ends(job, report=KILLED.format("n1", -9))
+        assert (job.folder(job.attempt) / "failing_node").exists() is blamed
+        next_attempt(job)
+    assert reason.startswith("fatal: the same failure twice: StallError: no step for * s: ")
+
+
 # ---- When words are the same
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,16 @@ def rank(
     newest = {"number": last, "name": "all_reduce", "waits": waits, "open": None, "started": False}
     collectives = {"0": newest} if last else {}
     found = {"rank": number, "pid": 100 + number, "state": state, "collectives": collectives}
-    return {**found, "stack": stack, "threads": []}
+    return {**found, "stack": stack, "threads": [], "waits": waits}
+
+
+def entry(
+    number: int, name: str, *, retired: bool = False, state: str = "scheduled"
+) -> dict[str, Any]:
+    """Return an entry of torch's record."""
+    which = {"collective_seq_id": number, "process_group": ["0", "default_pg"], "is_p2p": False}
+    sizes = {"profiling_name": name, "input_sizes": [[3]], "input_dtypes": ["Float"]}
+    return {**which, **sizes, "state": state, "retired": retired}
 
 
 # ---- Who keeps the others waiting
@@ -99,6 +109,8 @@ def test_whose_gpu_does_not_get_to_a_collective_is_named(watchdog: ModuleType) -
         for number, entries in enumerate(records)
     ]
     queued = {"number": 126, "name": "all_reduce", "waits": True, "open": 125}
+    for each in found:
+        each["collectives"]["0 (nccl)"].pop("kinds")
     assert [each["collectives"] for each in found] == [
         {"0 (nccl)": {**queued, "started": True}},
         {"0 (nccl)": {**queued, "started": False}},
@@ -110,6 +122,98 @@ def test_whose_gpu_does_not_get_to_a_collective_is_named(watchdog: ModuleType) -
         entry["state"] = "scheduled" if entry["state"] == "started" else entry["state"]
     found[0]["collectives"] = watchdog.collectives_of(records[0])
     assert watchdog.culprits_of(found) == {}
+
+
+def in_collectives(
+    watchdog: ModuleType, number: int, entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what is found of a rank whose record has these entries."""
+    line = 44 if "broadcast" in entries[-1]["profiling_name"] else 41
+    found = rank(number, stack=[*WAITS, ["/home/me/train.py", line, "<module>"]])
+    waits = watchdog.waits_in(entries)
+    return {**found, "collectives": watchdog.collectives_of(entries), "waits": waits}
+
+
+def gloo(*names: str, first: int = 6, **more: Any) -> list[dict[str, Any]]:
+    """Return a record of collectives, of which the last one has not ended."""
+    entries = [entry(first + n, f"gloo:{name}", retired=True) for n, name in enumerate(names)]
+    entries[-1] |= {"retired": False, **more}
+    return entries
+
+
+def nccl(*names: str, ended: int = 0) -> list[dict[str, Any]]:
+    """Return a record of collectives that a rank has queued, of which so many have ended."""
+    entries = [entry(6 + n, f"nccl:{name}") for n, name in enumerate(names)]
+    return [each | {"retired": n < ended} for n, each in enumerate(entries)]
+
+
+REDUCE, BROADCAST = "all_reduce of 3 Float", "broadcast of 3 Float"
+MISMATCHES: dict[str, tuple[list[list[dict[str, Any]]], dict[str, list[int]]]] = {
+    "name": (
+        [gloo("barrier", "all_reduce"), gloo("barrier", "broadcast")],
+        {REDUCE: [0], BROADCAST: [1]},
+    ),
+    "size": (
+        [gloo("barrier", "all_reduce"), gloo("barrier", "all_reduce", input_sizes=[[2, 2]])],
+        {REDUCE: [0], "all_reduce of 4 Float": [1]},
+    ),
+    "type": (
+        [gloo("barrier", "all_reduce"), gloo("barrier", "all_reduce", input_dtypes=["Half"])],
+        {REDUCE: [0], "all_reduce of 3 Half": [1]},
+    ),
+    "a third rank has not come": (
+        [
+            gloo("barrier", "all_reduce"),
+            gloo("barrier", "broadcast"),
+            gloo("barrier", retired=True),
+        ],
+        {REDUCE: [0], BROADCAST: [1]},
+    ),
+    "the root of a broadcast has gone on": (
+        [
+            nccl("barrier", "broadcast", "all_reduce", ended=2),
+            nccl("barrier", "all_reduce", ended=1),
+        ],
+        {BROADCAST: [0], REDUCE: [1]},
+    ),
+    "GPUs have queued more": (
+        [
+            nccl("barrier", "all_reduce", *["all_reduce"] * 40, ended=1),
+            nccl("barrier", "broadcast", *["all_reduce"] * 20, ended=1),
+        ],
+        {REDUCE: [0], BROADCAST: [1]},
+    ),
+    "same": ([gloo("barrier", "all_reduce"), gloo("barrier", "all_reduce")], {}),
+    "one has not come": ([gloo("barrier", "all_reduce"), gloo("barrier", retired=True)], {}),
+    "sizes that may differ": (
+        [gloo("barrier", "all_gather"), gloo("barrier", "all_gather", input_sizes=[[4]])],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_ranks_in_different_collectives_are_found_and_none_is_blamed(
+    watchdog: ModuleType, case: str
+) -> None:
+    records, kinds = MISMATCHES[case]
+    found = [in_collectives(watchdog, number, each) for number, each in enumerate(records)]
+    group = "0" if records[0][0]["profiling_name"].startswith("gloo") else "0 (nccl)"
+    expected = (f"number 7 of process group {group}", kinds)
+    assert watchdog.mismatch_of(found) == (expected if kinds else None)
+    if kinds:
+        assert watchdog.culprits_of(found) == {}
+
+
+def test_different_collectives_are_told_with_the_lines_of_their_calls(watchdog: ModuleType) -> None:
+    calls = ["all_reduce", "broadcast", *["all_reduce"] * 9]
+    found = [in_collectives(watchdog, n, gloo("barrier", name)) for n, name in enumerate(calls)]
+    nodes = dict.fromkeys(range(11), "n1") | {1: "n2"}
+    assert watchdog.in_words({}, found, nodes, 11) == (
+        "collective mismatch: number 7 of process group 0 is all_reduce of 3 Float on ranks 0, 2, "
+        "3, 4, 5, 6, 7, 8, … (10 in all) (/home/me/train.py:41 in <module>) and broadcast of 3 "
+        "Float on rank 1 on n2 (/home/me/train.py:44 in <module>)"
+    )
 
 
 def test_without_collectives_who_is_not_in_torch_distributed_is_named(watchdog: ModuleType) -> None:
@@ -136,6 +240,88 @@ def test_ranks_whose_stacks_change_are_busy_unless_one_keeps_the_others_waiting(
     assert not watchdog.is_busy(before, now, {0: "lacks a collective"})
     assert watchdog.is_busy([rank(0, 6)], [rank(0, 7)], {0: "lacks a collective"})
     assert watchdog.is_busy(before, [rank(0, stack=imports)], {0: "still imports"})
+    polls = [rank(0, 7, stack=stack, waits=True) for stack in (TRAINS, moved)]
+    assert not watchdog.is_busy(polls[:1], polls[1:], {}), "it asks whether a collective has ended"
+
+
+LOCKED = [["/usr/lib/python3.11/threading.py", 327, "wait"], *TRAINS]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "more", "works"),
+    [
+        (1.0, 0.0, {}, True),
+        (0.1, 0.0, {}, False),
+        (0.0, 3.0, {}, True),
+        (0.0, 3.0, {"stack": LOCKED}, True),
+        (1.0, 0.0, {"stack": LOCKED}, False),
+        (1.0, 0.0, {"stack": LOCKED, "threads": [TRAINS]}, True),
+        (1.0, 0.0, {"stack": [], "collectives": None}, True),
+        (1.0, 0.0, {"waits": True}, False),
+        (0.0, 3.0, {"waits": True}, False),
+        (1.0, 0.0, {"state": "T"}, False),
+    ],
+    ids=[
+        "it computes",
+        "it sleeps",
+        "its loader's workers compute",
+        "it waits for a worker that computes",
+        "it waits for a lock, and a thread of C++ spins",
+        "another thread computes",
+        "it computes and holds the GIL",
+        "it spins in a collective",
+        "it waits in a collective, and its loader reads ahead",
+        "it is stopped",
+    ],
+)
+def test_a_rank_computes_if_it_uses_a_cpu_and_waits_for_no_rank(
+    watchdog: ModuleType, own: float, others: float, more: dict[str, Any], works: bool
+) -> None:
+    found = [rank(0, 7, waits=True), {**rank(1, 6, stack=TRAINS), "cores": [own, others], **more}]
+    assert watchdog.at_work(found) == ([1] if works else [])
+
+
+def test_a_gpu_that_has_not_begun_a_collective_computes(watchdog: ModuleType) -> None:
+    """The process of a rank that waits for its GPU uses a whole core, whatever the GPU does."""
+    text = (RECORDED / "nccl-kernel-hangs.json").read_text()
+    records = [json.loads(text)[f"rank {number}"]["entries"] for number in (0, 1)]
+    assert [*map(watchdog.waits_in, records)] == [True, False]
+    for entries in records:  # as torch records without times
+        for each in entries:
+            each.pop("duration_ms", None)
+            each["state"] = "scheduled" if each["state"] == "started" else each["state"]
+    assert [*map(watchdog.waits_in, records)] == [True, True]
+    assert not watchdog.waits_in(records[0][:2])
+    assert not watchdog.waits_in([])
+    one_was_joined_to_others = entry(6, "nccl:send 0->1"), entry(7, "nccl:coalesced", retired=True)
+    assert not watchdog.waits_in(one_was_joined_to_others)
+
+
+BURNS = """
+import multiprocessing
+def burn():
+    while True:
+        pass
+if __name__ == "__main__":
+    process = multiprocessing.Process(target=burn)
+    process.start()
+    process.join()
+"""
+
+
+def test_cpu_time_of_a_process_and_of_what_it_has_started_are_told_apart(
+    watchdog: ModuleType, tmp_path: Path, until: Until
+) -> None:
+    (tmp_path / "burns.py").write_text(BURNS)
+    with subprocess.Popen([sys.executable, tmp_path / "burns.py"], start_new_session=True) as one:
+        try:
+            until(lambda: watchdog.cpu_seconds([one.pid])[one.pid][1] > 1, "its child has worked")
+            every = watchdog.cpu_seconds([os.getpid()])[os.getpid()]
+            others = watchdog.cpu_seconds([os.getpid(), one.pid])[os.getpid()]
+            assert every[1] - others[1] > 1, "what a rank has started is of no other one"
+        finally:
+            os.killpg(one.pid, signal.SIGKILL)
+    assert watchdog.cpu_seconds([one.pid]) == {one.pid: (0.0, 0.0)}
 
 
 def test_a_place_is_the_innermost_line_of_ones_own_code(watchdog: ModuleType) -> None:
@@ -254,6 +440,78 @@ def test_torn_and_foreign_events_are_no_pause(clocked: Any) -> None:
     for text in ("[]", "{", "evaluation", '{"event": ["evaluation"]}', "", "[" * 5000):
         (run.folder / "events.jsonl").write_text(text)
         assert not run.signs.pauses()
+
+
+# ---- What follows
+
+SLEEPS = {**rank(1, 6, stack=TRAINS), "cores": [0.0, 0.0]}
+COMPUTES = {**SLEEPS, "cores": [0.9, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "silent_s", "other", "ended", "said"),
+    [
+        (60.0, 60.0, SLEEPS, [1], "has not joined all_reduce 7"),
+        (60.0, 60.0, COMPUTES, None, "(/home/me/train.py:41 in load) computes; no rank is killed"),
+        (60.0, 3599.0, COMPUTES, None, "no rank is killed before 3600 s"),
+        (60.0, 3600.0, COMPUTES, [1], "has not joined all_reduce 7"),
+        (600.0, 5999.0, COMPUTES, None, "no rank is killed before 6000 s"),
+        (600.0, 6000.0, COMPUTES, [1], "has not joined all_reduce 7"),
+        (None, 300.0, COMPUTES, [], "has not joined all_reduce 7"),
+    ],
+)
+def test_a_limit_ends_who_waits_and_only_names_who_computes(
+    limit_s: float | None,
+    silent_s: float,
+    other: dict[str, Any],
+    ended: list[int] | None,
+    said: str,
+    watchdog: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None is ended where the limit is learned; the watchdog looks again where a rank computes."""
+    exchange = tmp_path / "logs/attempt-0/watchdog"
+    one = watchdog.Watchdog(tmp_path, exchange.parent, limit_s, select.poll())
+    found, nodes = [rank(0, 7, waits=True), other], {0: "n1", 1: "n2"}
+    monkeypatch.setattr(one, "ask_all", lambda name, world: (found, nodes))
+    one.before, since = found, one.signs.since
+    assert one.name_stall(silent_s, 2) is (ended is not None)
+    (line,) = map(json.loads, (exchange / "stalls.jsonl").read_text().splitlines())
+    assert (line["ranks"], line["kills"]) == ([1], bool(ended))
+    assert line["why"].startswith(f"no output for {silent_s:.0f} s: rank 1 on n2 ")
+    assert said in line["why"]
+    pids = [read["pids"] for read in map(watchdog.read_json, exchange.glob("end-*.json"))]
+    assert pids == ([{"1": 101}] if ended else [])
+    assert [*exchange.glob("stall-[0-9]")] == ([] if ended is None else [exchange / "stall-1"])
+    if ended is None:
+        assert one.signs.silent_since > since, "the limit begins anew"
+        assert one.name_stall(silent_s, 2) is False
+        assert len((exchange / "stalls.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_rank_that_has_computed_and_hangs_is_ended(
+    watchdog: ModuleType, hanging: dict[str, Any], site: Path
+) -> None:
+    """What its processes have used since the older of two looks counts, half a limit apart."""
+    logs = site / "run/logs/attempt-0"
+    one = watchdog.Watchdog(site / "exchange", logs, 60.0, select.poll())
+
+    def cores() -> float:
+        one.answer("stall-1")
+        (answer,) = map(watchdog.read_json, (logs / "watchdog").glob("answer-stall-1-*"))
+        found: float = answer["ranks"][0]["cores"][0]
+        return found
+
+    one.used = [(one.looked - 40, {}), (one.looked - 31, {hanging["pid"]: (1e6, 0.0)})]
+    one.look()
+    assert one.used[0] == (one.looked - 31, {hanging["pid"]: (1e6, 0.0)})
+    assert cores() == 0.0
+    one.used[0] = one.looked - 31, {hanging["pid"]: (-1e6, 0.0)}
+    assert cores() > 1
+    one.looked -= 1000
+    one.look()
+    assert one.used[0][0] > one.looked + 900, "nor does a suspension count"
 
 
 # ---- In a rank
@@ -463,12 +721,26 @@ def test_what_was_asked_of_an_earlier_start_is_left_alone(
     )
 
 
-def test_ranks_that_cannot_be_looked_into_are_told(
-    watchdog: ModuleType, site: Path, capsys: pytest.CaptureFixture[str]
+def test_only_ranks_that_cannot_be_looked_into_are_told(
+    watchdog: ModuleType,
+    site: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started = watchdog.Watchdog(site / "exchange", site / "run/logs/attempt-0", 0.0, select.poll())
-    started.look()
-    started.look()
+    """Not so before torchrun has started them, nor while their Python starts."""
+    monkeypatch.setattr(watchdog, "UNSEEN_S", 0.0)
+    logs = site / "run/logs/attempt-0"
+    started = watchdog.Watchdog(site / "exchange", logs, 0.0, select.poll(), os.getpid())
+    for _ in range(3):
+        started.look()
+    with subprocess.Popen(["sleep", "300"]) as process:
+        try:
+            started.look()
+            assert capsys.readouterr().err == ""
+            for _ in range(3):
+                started.look()
+        finally:
+            process.kill()
     assert capsys.readouterr().err.count("a stall would not be noticed") == 1
 
 
