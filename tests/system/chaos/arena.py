@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,19 @@ class PodTrial(Trial):
         return self.claim / str(self.run.name)
 
     def reasons(self) -> list[str]:
-        """Return how the pods of each attempt ended, beginning with the newest pod's words."""
-        count = len(list(self.run_dir.glob("logs/attempt-*")))
-        ends = (sorted(self.attempt(number).glob("*/ended")) for number in range(count))
-        texts = [[path.read_text().strip() for path in paths] for paths in ends]
-        return [" | ".join(filter(None, words)) for words in texts]
+        """Return how the first, second, ... starts of the pods ended, in all submissions."""
+        found = []
+        for number in range(len(list(self.run_dir.glob("logs/attempt-*")))):
+            ends = [
+                [*_lines(folder / "earlier_ends"), *(_lines(folder / "ended") or [""])]
+                for folder in sorted(path.parent for path in self.attempt(number).glob("*/began"))
+            ]
+            found += [" | ".join(filter(None, words)) for words in zip_longest(*ends)]
+        return found
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 class PodArena(Arena):
