@@ -39,7 +39,10 @@ with open({dumps!r} + "/" + node, "w") as file:
 
 _SCONTROL = """#!/bin/sh
 case "$1 $2" in
-"show hostnames") i=1; while [ $i -le {nodes} ]; do echo node$i; i=$((i + 1)); done ;;
+"show hostnames")
+    echo "${{3%%,*}}"
+    i=1; while [ $i -le {nodes} ]; do echo node$i; i=$((i + 1)); done
+    echo "${{3##*,}}" ;;
 esac
 """
 

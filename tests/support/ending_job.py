@@ -45,9 +45,10 @@ esac
 _SINFO = """#!/bin/sh
 [ -z "${NOISE:-}" ] || echo "$NOISE"
 case "$*" in
-*" -p "*) printf '%s\\n' $UP | tr : ' ' ;;
-*) [ -z "$DOWN" ] || printf '%s\\n' $DOWN ;;
+*" -p "*) printf '==%s==\\n' $UP | tr : ' ' ;;
+*) [ -z "$DOWN" ] || printf '==%s==\\n' $DOWN ;;
 esac
+[ -z "${NOISE:-}" ] || echo "$NOISE"
 """
 
 

@@ -1,5 +1,6 @@
-"""Sites that are less tidy than the sandbox: a TaskProlog prints, preemption has GraceTime."""
+"""Sites that are less tidy than the sandbox: prologs and commands print, jobs have GraceTime."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,52 @@ def test_a_requeued_job_goes_on_where_the_sites_prolog_prints(
     until(lambda: begun(run, 1), "both run again")
     go(run)
     assert "Welcome to the cluster" in "\n".join(run.logs()), "the prolog has printed"
+
+
+WRAPPER = """#!/bin/sh
+echo "*** Welcome: 3 jobs RUNNING, 12345 done ***"
+printf '12345\\nnode1 idle\\n\\033[1;31mMaintenance on Friday\\033[0m\\r\\n'
+echo "Loading cuda/12.8 ..." >&2
+{real} "$@"
+status=$?
+echo "12346;other"
+exit $status
+"""
+
+
+@pytest.fixture
+def wrapped(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts scripts that print before each command of Slurm, on the login node and in jobs."""
+    folder = tmp_path / "wrappers"
+    folder.mkdir()
+    path = cluster.environ["PATH"]
+    for name in ("sbatch", "squeue", "scancel", "scontrol", "sacct", "sinfo", "srun"):
+        (folder / name).write_text(WRAPPER.format(real=shutil.which(name, path=path)))
+        (folder / name).chmod(0o755)
+    monkeypatch.setitem(cluster.environ, "PATH", f"{folder}:{path}")
+
+
+def test_a_site_whose_commands_all_print_gives_the_right_answers(
+    printing: None, wrapped: None, cluster: Cluster, site: Site, until: Until
+) -> None:
+    run, other = submit(site), submit(site, sbatch={"begin": "now+1hour"})
+    assert other.status().state is toolkit.RunState.PENDING
+    assert other.status().reason.startswith("BeginTime: its time to begin has not come")
+    other.cancel()
+    assert other.status().state is toolkit.RunState.CANCELLED
+    until(lambda: begun(run, 0), "both ranks run", seen=lambda: failure(run))
+    assert run.status() == toolkit.RunStatus(state=toolkit.RunState.RUNNING, reason="")
+    cluster.slurm("scontrol", "requeue", run.job_id)
+    until(lambda: begun(run, 1), "both run again", seen=lambda: failure(run))
+    assert run.status().state is toolkit.RunState.RUNNING, failure(run)
+    again = site.launcher.open(run.record)
+    again.cancel()
+    assert again.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    site.launcher.resubmit(again)
+    until(lambda: begun(run, 2), "both run once more", seen=lambda: failure(run))
+    go(run)
+    jobs = [job.job_id for job in again.jobs]
+    assert jobs[0] == run.job_id and int(jobs[1]) > int(run.job_id), jobs
 
 
 @pytest.fixture

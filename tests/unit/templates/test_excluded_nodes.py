@@ -40,7 +40,7 @@ def test_a_node_that_failed_first_twice_is_excluded(
 def test_what_a_site_prints_around_slurms_answers_is_no_node(job: Job) -> None:
     job.environ |= {
         "EXCLUDED": "n4",
-        "NOISE": "Welcome to site 7!\n\x1b[1mloading cuda/12\x1b[0m\r",
+        "NOISE": "Welcome to site 7!\n12345\nn9 idle\n\x1b[1mloading cuda/12\x1b[0m\r",
     }
     assert fail_on_n2(job) == "; without n2, where two attempts have failed first"
     assert job.asked == ["requeue 7", "update jobid=7 excnodelist=n4,n2"]

@@ -179,7 +179,10 @@ def test_a_walltime_that_slurm_enforces_stays_one(once: Once, until: Until) -> N
 def test_a_signal_before_torchrun_keeps_it_from_starting(
     once: Once, number: signal.Signals
 ) -> None:
-    once.program("scontrol", f"#!/bin/sh\nkill -{int(number)} $PPID\necho node1\n")
+    once.program(
+        "scontrol",
+        f"#!/bin/sh\nkill -{int(number)} $PPID\nprintf '%s\\n' begin-nodes node1 end-nodes\n",
+    )
     assert once.run() == 1
     word = "cancelled" if number == signal.SIGUSR2 else "terminated"
     assert once.left()["reason"].startswith(f"{word}: by ")
