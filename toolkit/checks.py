@@ -16,9 +16,11 @@ from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
 from toolkit.lint.training.script import read_training_script
+from toolkit.local.train_arguments import train_problems
 from toolkit.planning import plan
 from toolkit.planning.arguments import argument_problems
 from toolkit.planning.kubernetes import KubernetesPlan
+from toolkit.planning.local import LocalPlan
 from toolkit.profile import KubernetesProfile, Profile, SlurmProfile, as_profile
 from toolkit.rendering import render
 from toolkit.runs.run import new_run_name
@@ -220,6 +222,9 @@ def _job_findings(
             profile = as_profile(name)
             kinds.add(profile.kind)
             made = plan(job, profile)
+            if isinstance(made, LocalPlan):
+                problems = _refused_here(made, path)
+                findings += (finding(problem, document) for problem in problems)
             if isinstance(made, KubernetesPlan):
                 plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
                 problems = _rendered_problems(_shortened(made), schemas)
@@ -228,29 +233,31 @@ def _job_findings(
         except InputError as error:
             places = document if isinstance(error, PlanError) else None
             findings += (finding(problem, places) for problem in error.problems)
-    entry = _entry_problems(job, path, is_here=kinds == {"local"})
+    entry = [*train_problems(job, here=kinds == {"local"}), *_script_faults(job, path)]
     return [*findings, *(finding(problem, document) for problem in entry)]
 
 
-def _entry_problems(job: JobSpec, path: Path, *, is_here: bool) -> Iterator[Problem]:
-    """Yield why the job's script cannot be started.
+def _refused_here(made: LocalPlan, path: Path) -> Iterator[Problem]:
+    """Yield why `toolkit run` would refuse a plan."""
+    from toolkit.local.launcher import LocalLauncher
 
-    Args:
-        job: The job.
-        path: Its file.
-        is_here: Whether it runs on this machine; elsewhere, the script need not lie here.
-    """
+    beside = _places_of_script(made.job, path)
+    for problem in LocalLauncher(made.profile).refusals(made):
+        if problem.rule != "script-missing" or not any(place.is_file() for place in beside):
+            yield problem
+
+
+def _places_of_script(job: JobSpec, path: Path) -> list[Path]:
+    """Return where a job's script may lie: it may be checked from another folder than submitted."""
     if job.script is None or job.carried:
-        return
-    folder = Path(job.workdir or ".")
-    # A job may be checked from another folder than the one in which it will be submitted.
-    places = (folder / job.script, path.parent / job.script)
-    script = next((place for place in places if place.is_file()), None)
-    if script is None:
-        if is_here:
-            message = f"script: there is no file {job.script!r} in {str(folder.absolute())!r}"
-            yield Problem(message=message, key=("script",))
-    elif script.suffix == ".py":
+        return []
+    return [Path(folder, job.workdir or "", job.script) for folder in (".", path.parent)]
+
+
+def _script_faults(job: JobSpec, path: Path) -> Iterator[Problem]:
+    """Yield why a job's script cannot be read as Python, if it is here."""
+    script = next((place for place in _places_of_script(job, path) if place.is_file()), None)
+    if script is not None and script.suffix == ".py":
         try:
             read_training_script(read_text(script), str(script))
         except InputError as error:

@@ -148,6 +148,9 @@ def check(
     job = toolkit.load(file, overrides)
     for name in to:
         note(toolkit.plan(job, toolkit.load_profile(name)).notes)
+    if not to:
+        refused = toolkit.check(file, overrides, to=["local"])
+        note(f"`toolkit run` refuses it here: {one.message}" for one in refused)
     need = job.resources
     nodes = f"{need.min_nodes} to {need.max_nodes}" if need.elastic else need.max_nodes
     where = f" for {', '.join(to)}" if to else ""

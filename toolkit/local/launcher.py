@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, Problem
 from toolkit.job.environment import without_outer_job
 from toolkit.local import run_lock
 from toolkit.planning.local import LocalPlan
+from toolkit.planning.plans import refusal
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
 from toolkit.runs import log_reader, provenance, registry, run_directory
 from toolkit.runs.log_reader import LogView, Span
 from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
-from toolkit.runs.run_secrets import require_secrets
+from toolkit.runs.run_secrets import require_secrets, secret_problems
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.own_files import create
@@ -153,17 +154,9 @@ class LocalLauncher(Launcher[LocalPlan]):
 
     def submit(self, plan: LocalPlan, *, files: Mapping[str, bytes] = {}) -> LocalRun:
         """Start a new run, which finds `files` in its run directory, and return at once."""
-        need = plan.job.resources
-        gpus, there = need.max_nodes * need.gpus_per_node, self._gpus()
-        if gpus > there:
-            raise LauncherError(
-                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {gpus}, and this "
-                f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs"
-            )
+        if problems := list(self.refusals(plan)):
+            raise LauncherError("\n".join(problem.message for problem in problems))
         require_secrets(plan)
-        script = None if plan.carried else plan.job.script
-        if script is not None and not Path(script).is_file():
-            raise LauncherError(f"script {script!r} is not below {Path.cwd()}, where it would run")
         registry.check()
         name = new_run_name(plan.job.name)
         run_dir = run_directory.make(Path(self._profile.runs_dir), name)
@@ -184,6 +177,23 @@ class LocalLauncher(Launcher[LocalPlan]):
             run_dir=run_dir,
         )
         return LocalRun(registry.add(record))
+
+    def refusals(self, plan: LocalPlan) -> Iterator[Problem]:
+        """Yield why a plan cannot run on this machine as it is now; `toolkit check` asks, too."""
+        need = plan.job.resources
+        gpus, there = need.max_nodes * need.gpus_per_node, self._gpus()
+        if gpus > there:
+            yield refusal(
+                "gpus-exceed-machine",
+                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {gpus}, and this "
+                f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs",
+                *("resources", "gpus_per_node"),
+            )
+        yield from secret_problems(plan)
+        script, folder = plan.job.script, Path(plan.workdir or ".")
+        if script is not None and not plan.carried and not (folder / script).is_file():
+            message = f"script: there is no file {script!r} in {str(folder.absolute())!r}"
+            yield refusal("script-missing", message, "script")
 
     def open(self, record: registry.RunRecord) -> LocalRun:
         """Return the handle of an earlier run.

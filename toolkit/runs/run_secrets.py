@@ -15,8 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import InputError, LauncherError
+from toolkit.errors import InputError, LauncherError, Problem
 from toolkit.planning import LaunchPlan
+from toolkit.planning.plans import refusal
 from toolkit.runs.state_dir import append, state_folder
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.secret_scan import Mark, Mask, marks_of
@@ -41,17 +42,30 @@ def require_secrets(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -
     Raises:
         LauncherError: a variable is not set, or others may read a file.
     """
-    if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
-        raise LauncherError(f"secrets are not set here: {', '.join(missing)}; export them first")
+    for problem in secret_problems(plan, environ):
+        raise LauncherError(problem.message)
     values = {name: environ[name] for name in plan.exported_secrets}
-    for name, written in plan.secret_files.items():
-        at_home = written.startswith("~/")
-        path = Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
-        if path.is_file() and path.stat().st_mode & 0o077:
-            raise LauncherError(f"secret {name}: others may read {path}; chmod 600 it")
+    for name, path in _secret_files(plan, environ):
         with contextlib.suppress(OSError):
             values[name] = untrusted.read_text(path.resolve(), limit=_SECRET_BYTES).rstrip("\n")
     remember(values, environ)
+
+
+def secret_problems(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> Iterator[Problem]:
+    """Yield why the secrets that the job takes from here cannot be used."""
+    if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
+        message = f"secrets are not set here: {', '.join(missing)}; export them first"
+        yield refusal("secrets-unset", message, "secrets")
+    for name, path in _secret_files(plan, environ):
+        if path.is_file() and path.stat().st_mode & 0o077:
+            message = f"secret {name}: others may read {path}; chmod 600 it"
+            yield refusal("secret-file-open", message, *("secrets", name))
+
+
+def _secret_files(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    for name, written in plan.secret_files.items():
+        at_home = written.startswith("~/")
+        yield name, Path(environ.get("HOME", "/"), written[2:]) if at_home else Path(written)
 
 
 # ---- Masks

@@ -103,7 +103,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) 
         UsageError: names every problem, one to a line.
     """
     problems: list[str] = []
-    switches, texts = _tokens(argv, problems)
+    switches, texts = tokens(argv, problems)
     files = {flag: Path(text) for flag in FILES if (text := texts.pop(flag, ""))}
     values: dict[str, object] = {}
     if "--config" in files:
@@ -142,7 +142,7 @@ def fields_by_flag() -> dict[str, ConfigField]:
     return {field.flag: field for field in fields().values()}
 
 
-def _tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object], dict[str, str]]:
+def tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object], dict[str, str]]:
     """Split a command line in switches, by field, and texts, by flag; of two, the last counts.
 
     Not argparse: it abbreviates, ends at the first problem, and names no nearest flag.

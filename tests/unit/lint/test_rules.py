@@ -71,10 +71,15 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         SLURM,
         5,
     ),
-    "variable-in-args": ("args: [$HOME]\n", LOCAL, 4),
-    "output-outside-run-dir": ("args: [--ckpt-dir, ckpts]\n", LOCAL, 4),
+    "variable-in-args": ("module: mine\nargs: [$HOME]\n", LOCAL, 4),
+    "output-outside-run-dir": ("module: mine\nargs: [--ckpt-dir, ckpts]\n", LOCAL, 4),
+    "train-arguments": ("args: [--epoch, 3]\n", SLURM, 4),
+    "gpus-exceed-machine": ("resources:\n  gpus_per_node: 4000\n", LOCAL, 5),
+    "script-missing": ("module: null\nscript: nowhere.py\n", LOCAL, 3),
+    "secrets-unset": ("secrets:\n- NOWHERE\n", LOCAL, 4),
+    "secret-file-open": ("secrets: {A: {file: /proc/version}}\n", LOCAL, 4),
     "run-dir-in-array": (
-        "args: [--out, $TRAIN_RUN_DIR/a]\nsweep: {grid: {--lr: [1, 2]}}\n",
+        "module: mine\nargs: [--out, $TRAIN_RUN_DIR/a]\nsweep: {grid: {--lr: [1, 2]}}\n",
         SLURM,
         4,
     ),
@@ -122,7 +127,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     ),
     "mount-without-container": ("mounts:\n- {source: /x, target: /y}\n", SLURM, 5),
     "secret-not-in-cluster": ("secrets: [TOKEN]\n", KUBERNETES, 4),
-    "workers-beyond-machine": ("resources: {nnodes: 100000}\n", LOCAL, 4),
+    "workers-beyond-machine": ("module: mine\nresources: {nnodes: 100000}\n", LOCAL, 4),
     "secret-overwritten": ("secrets: [_port]\n", SLURM, 4),
 }
 """Rule: lines of a job, a profile, and the line of the finding."""
@@ -135,7 +140,7 @@ def test_a_job_that_cannot_work_is_told_by_which_rule_and_where(rule: str, tmp_p
     kept = [row for row in JOB.splitlines() if row.partition(":")[0] not in keys]
     text = "\n".join([*kept, lines])
     path, site = tmp_path / "job.yaml", tmp_path / "site.yaml"
-    path.write_text(text.replace("image: null\n", ""))
+    path.write_text(text.replace("image: null\n", "").replace("module: null\n", ""))
     site.write_text(profile)
     (found,) = check(path, to=[str(site)])
     assert (found.file, found.rule) == (str(path), rule)

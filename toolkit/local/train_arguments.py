@@ -1,0 +1,68 @@
+"""What `train` of this installation refuses of a job's arguments, before any rank is started."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.errors import Problem
+from toolkit.job.spec import JobSpec
+from toolkit.planning.plans import refusal
+from toolkit.text import untrusted
+
+_MODULE = "train"
+_TIMEOUT_S = 30.0
+_MOST_POINTS = 20
+
+
+def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
+    """Yield what `train` would refuse of the arguments of a job that starts it.
+
+    Without torch, and without anything of the folder: a `train` of the project's own is not asked.
+
+    Args:
+        job: The job; of a sweep, its first points are asked about.
+        here: Whether it runs on this machine, so that files in its arguments must be there.
+    """
+    folder = Path(job.workdir or ".")
+    if job.module != _MODULE or "PYTHONPATH" in job.env or not folder.is_dir():
+        return
+    points = job.points[:_MOST_POINTS]
+    argvs = [list(point.args) for point in points] or [list(job.args)]
+    need = job.resources
+    request = {
+        "argvs": argvs,
+        "world_size": need.max_nodes * need.nproc_per_node,
+        "local_world_size": need.nproc_per_node,
+        "here": here,
+    }
+    which: dict[str, list[int]] = {}
+    for index, problems in enumerate(_answers(request, folder)):
+        for problem in problems:
+            which.setdefault(problem, []).append(index)
+    for problem, indices in which.items():
+        more = f" and {len(indices) - 1} more" if indices[1:] else ""
+        at = f"point {indices[0]}{more}: " if len(indices) < len(argvs) else ""
+        yield refusal("train-arguments", f"args: {at}{problem}", "args")
+
+
+def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:
+    """Return the problems of each command line; none where there is no answer."""
+    # -P: nothing of the folder is imported, which may be anybody's.
+    argv = [sys.executable, "-P", "-m", f"{_MODULE}.cli.check"]
+    try:
+        done = subprocess.run(
+            argv,
+            input=json.dumps(request),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found: list[list[str]] = untrusted.parse_json(done.stdout)
+    return found

@@ -1,0 +1,90 @@
+"""`python -m train.cli.check`: what the command lines of a job would be refused for.
+
+`toolkit check` calls it. It reads one JSON object from standard input: `argvs`, a list of command
+lines; `world_size` and `local_world_size`; `here`, whether they are for this machine, so that the
+files that they name must be there. It prints a list of problems for each of them. Nothing that a
+command line names is imported, and of the files only a configuration below the folder is read.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import UsageError
+from ..runtime.rank import RankInfo
+from . import flags
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def problems(argv: Sequence[str], rank_info: RankInfo, *, here: bool) -> list[str]:
+    """List what `flags.parse()` refuses, as far as it can be known."""
+    if {"--help", "-h"} & set(argv):
+        return []
+    if not here:
+        argv = _without_tasks(argv)
+    found: list[str] = []
+    _, texts = flags.tokens(argv, found)
+    config = texts.get("--config")
+    if config is not None and not _is_below(Path(config), Path.cwd()):
+        # What it sets is not known, so only words are checked.
+        for flag, text in texts.items():
+            if flag not in flags.FILES:
+                try:
+                    flags.fields_by_flag()[flag].parse(text)
+                except ValueError as error:
+                    found.append(str(error))
+        if here and not Path(config).exists():
+            found.append(f"--config {config}: {os.strerror(2)}")
+        return found
+    try:
+        flags.parse(argv, {flags.RUN_DIR: "run"}, rank_info)
+    except UsageError as error:
+        return str(error).split("\n")
+    return []
+
+
+def _without_tasks(argv: Sequence[str]) -> list[str]:
+    """Leave out a task in a file that is not here, but may be where the job runs."""
+    words: list[str] = []
+    for word in argv:
+        flag, equals, name = word.partition("=")
+        if not equals:
+            flag, name = words[-1] if words else "", word
+        file, _, attribute = name.rpartition(":")
+        if flag == "--task" and attribute.isidentifier() and file.endswith(".py"):
+            word = "--task=digits" if equals else "digits"
+        words.append(word)
+    return words
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Whether a path is a file in a folder, also after links."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
+def main() -> None:
+    """Answer a request."""
+    request = json.load(sys.stdin)
+    rank_info = RankInfo(
+        world_size=request["world_size"],
+        local_world_size=request["local_world_size"],
+        launched=True,
+        addressed=True,
+    )
+    answers = [problems(argv, rank_info, here=request["here"]) for argv in request["argvs"]]
+    print(json.dumps([] if _is_hidden() else answers))
+
+
+def _is_hidden() -> bool:
+    """Whether `-m train` starts a module of this folder instead of this package."""
+    if Path("train.py").is_file():
+        return True
+    other = Path("train", "__init__.py")
+    return other.is_file() and not other.samefile(_PACKAGE / "__init__.py")
+
+
+if __name__ == "__main__":
+    main()
