@@ -192,6 +192,9 @@ def test_our_own_example_trains_without_a_checkout(
     stranger("toolkit", "new", "numbers", "--example", "digits", cwd=empty)
     one = "resources={nnodes: 1, nproc_per_node: 1, cpus_per_node: 1}"
     argv = ["job.yaml", "--set", one, "--set", "args=[--task, digits, --epochs, '1']"]
+    wrong = ["check", "job.yaml", "--set", "args=[--epoch, '1']"]
+    refused = stranger("toolkit", *wrong, cwd=empty / "numbers", status=1)
+    assert "[train-arguments] args: unknown flag '--epoch'" in refused.stdout
     done = stranger("toolkit", "run", *argv, cwd=empty / "numbers")
     assert "SUCCEEDED" in done.stderr + done.stdout
     run = only_run(empty / "numbers")
