@@ -5,11 +5,13 @@ Each reader is driven whole, with programs on PATH that print noise around their
 
 import ast
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -391,6 +393,22 @@ def test_what_a_wrapper_of_git_prints_is_no_file_and_no_change(
     after = told()
     assert after[:3] == before[:3]
     assert after[3]["diff"].startswith(before[3]["diff"].rstrip("\n"))
+
+
+# ---- podman
+
+
+@pytest.mark.parametrize("kind", ["nothing", "before", "after", "both", "CRLF"])
+def test_what_a_wrapper_of_podman_prints_is_no_image(site: Site, kind: str) -> None:
+    build_image = SimpleNamespace(**runpy.run_path(str(ROOT / "train/build-image")))
+    described = '[\n {"Id": "7", "Size": 1, "Config": {"Labels": {}}}\n]\n'
+    file = site.programs / "described"
+    file.write_bytes(NOISE[kind](described).encode())
+    site.write("podman", f"exec cat {file}")
+    assert build_image.Engine("podman").look("x") == build_image.Image("7", {}, 1)
+    file.write_text(BANNER)
+    with pytest.raises(build_image.BuildError, match=r"describes no image: .*Welcome"):
+        build_image.Engine("podman").look("x")
 
 
 # ---- The environment
