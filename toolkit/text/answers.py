@@ -129,7 +129,7 @@ def user_of(printed: str) -> str:
     >>> user_of("Hi, 7!\nuid=1000(ada) gid=100(users)\n")
     'ada'
     """
-    match = re.search(r"uid=\d+\(([^)\s]+)\) gid=", plain(printed))
+    match = re.search(r"uid=\d{1,10}\(([^()\s]{1,256})\) gid=", plain(printed))
     return match[1] if match else ""
 
 
