@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import Problem
+from toolkit.job.environment import without_outer_job
 from toolkit.job.spec import JobSpec
 from toolkit.planning.plans import refusal
 from toolkit.text import untrusted
+from toolkit.text.answers import values
 
 _MODULE = "train"
 _TIMEOUT_S = 30.0
@@ -61,8 +63,10 @@ def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:
             encoding="utf-8",
             timeout=_TIMEOUT_S,
             check=True,
+            env=without_outer_job(local=True),
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    found: list[list[str]] = untrusted.parse_json(done.stdout)
+    answers = values(done.stdout, "problems")
+    found: list[list[str]] = untrusted.parse_json(answers[-1]) if answers else []
     return found

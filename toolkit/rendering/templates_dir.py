@@ -133,6 +133,8 @@ def _rendered(request: Mapping[str, Any]) -> Iterator[str]:
         for line in answer:
             if not line.endswith(b"\n"):
                 break  # the process was ended within this line
+            if not line.startswith(b"{"):
+                continue  # the Python of a site may print when it starts
             content = json.loads(line)
             if "text" not in content:
                 raise RenderError([Problem(place=content["place"], message=content["message"])])

@@ -75,7 +75,8 @@ def main() -> None:
         addressed=True,
     )
     answers = [problems(argv, rank_info, here=request["here"]) for argv in request["argvs"]]
-    print(json.dumps([] if _is_hidden() else answers))
+    # Marked: the Python of a site may print as well.
+    print(f"\n==problems|{json.dumps([] if _is_hidden() else answers)}|==")
 
 
 def _is_hidden() -> bool:

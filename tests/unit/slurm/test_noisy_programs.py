@@ -9,6 +9,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.support.asked_slurm import ACCOUNTED, CONFIG, JOBS, PLACES, job_row, sinfo
 from toolkit.errors import LauncherError
+from toolkit.local.train_arguments import train_problems
 from toolkit.profile.detect import discover
 from toolkit.runs import provenance
 from toolkit.runs.state import RunState
@@ -409,6 +411,29 @@ def test_what_a_wrapper_of_podman_prints_is_no_image(site: Site, kind: str) -> N
     file.write_text(BANNER)
     with pytest.raises(build_image.BuildError, match=r"describes no image: .*Welcome"):
         build_image.Engine("podman").look("x")
+
+
+# ---- Python
+
+
+def test_what_the_python_of_a_site_prints_when_it_starts_is_ignored(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site.folder / "slurm").mkdir()
+    (site.folder / "slurm/train.sbatch.j2").write_text("{{ job.name }}\n")
+    profile = toolkit.SlurmProfile(name="s", templates_dir=str(site.folder))
+    job = toolkit.JobSpec(name="probe", command=("true",))
+    wrong = toolkit.JobSpec(name="probe", module="train", args=("--lr", "fast"))
+
+    def told() -> tuple[str, list[str]]:
+        problems = train_problems(wrong, here=True)
+        return toolkit.render(toolkit.plan(job, profile)), [str(problem) for problem in problems]
+
+    clean = told()
+    assert clean[0] == "probe\n" and "--lr" in clean[1][0]
+    site.write("python", f'printf "%s" "{BANNER}123\n[]\n"\nexec {sys.executable} "$@"')
+    monkeypatch.setattr(sys, "executable", str(site.programs / "python"))
+    assert told() == clean
 
 
 # ---- The environment
