@@ -403,7 +403,8 @@ class JobSpec(FrozenModel):
 
     def at(self, point: Point) -> "JobSpec":
         """Return the job of one point, without the sweep."""
-        changes = {"sweep": None, "args": point.args, "env": {**self.env, **point.env}}
+        args, env = tuple(map(str, point.args)), {**self.env, **point.env}
+        changes = {"sweep": None, "args": args, "env": env}
         return self.model_copy(update=changes)
 
     @property

@@ -124,7 +124,7 @@ class Point:
     settings: Mapping[str, str | bool]
     """The settings, by the keys of the sweep."""
 
-    args: tuple[str, ...]
+    args: tuple[types.ArgumentWord, ...]
     """All arguments of the program at this point."""
 
     env: Mapping[str, str]
@@ -155,7 +155,8 @@ def expand(sweep: Sweep, args: Sequence[str]) -> tuple[Point, ...]:
             else:
                 env[key.removeprefix("env.")] = str(value)
         name = _name(f"{index:0{width}}", {k: v for k, v in settings.items() if k in varying})
-        points.append(Point(index=index, name=name, settings=settings, args=tuple(argv), env=env))
+        args_here = tuple(map(types.ArgumentWord, argv))
+        points.append(Point(index=index, name=name, settings=settings, args=args_here, env=env))
     return tuple(points)
 
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toolkit.errors import Problem
@@ -31,7 +31,7 @@ def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
     if job.module != _MODULE or "PYTHONPATH" in job.env or not folder.is_dir():
         return
     points = job.points[:_MOST_POINTS]
-    argvs = [list(point.args) for point in points] or [list(job.args)]
+    argvs: list[Sequence[str]] = [point.args for point in points] or [job.args]
     need = job.resources
     request = {
         "argvs": argvs,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.job.types import RUN_VALUE
 from toolkit.planning.plans import REQUEUE_MARGIN_S, SCRIPT_VARIABLES, is_told, notify_of, refusal
 from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
@@ -156,14 +155,6 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
-    words = (word for point in job.points for word in point.args)
-    if profile.kind == "slurm" and any(map(RUN_VALUE.search, words)):
-        yield refusal(
-            "run-dir-in-array",
-            "the points of a sweep on Slurm are tasks of one array, whose arguments cannot name "
-            "$TRAIN_RUN_DIR or $TRAIN_ATTEMPT; read os.environ['TRAIN_RUN_DIR'] in the script",
-            "args",
-        )
     if profile.kind == "local":
         yield refusal(
             "sweep-elsewhere",

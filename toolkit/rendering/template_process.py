@@ -75,6 +75,8 @@ def main() -> None:
         known = {"plan": plan, "job": plan["job"], "profile": plan["profile"]}
         for holder in (plan, plan["job"]):
             mark_arguments(holder["entry"], len(plan["job"]["args"]))
+        for point in plan.get("points") or ():
+            mark_arguments(point["args"], len(point["args"]))
         known["version"] = request["version"]
         try:
             answer = {"text": _text(environment, name, known, min(most, _MOST))}

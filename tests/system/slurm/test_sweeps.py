@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 import subprocess
 from pathlib import Path
 from string import Template
@@ -179,6 +180,53 @@ def test_every_point_reaches_torchrun_byte_for_byte(tmp_path: Path) -> None:
         assert words[-len(text) - 3 :] == ["-m", "train", "first", *text]
         assert seen.env["V"] == value
         assert seen.env["TRAIN_RUN_DIR"] == str(runs / point.name)
+
+
+@pytest.mark.parametrize("retries", [{"requeue": 0}, {"requeue": 2}], ids=["once", "again"])
+def test_arguments_of_points_name_their_own_folder_and_attempt_and_execute_nothing(
+    retries: dict[str, int], tmp_path: Path
+) -> None:
+    hostile = [
+        "$(touch executed)${TRAIN_RUN_DIR}/x y",
+        "`touch executed`$TRAIN_ATTEMPT",
+        "\"; touch executed; '$TRAIN_RUN_DIR'\n$(touch executed)",
+        "\\$TRAIN_ATTEMPT ${TRAIN_RUN_DIR:-$(touch executed)} $TRAIN_RUN_DIRS $$TRAIN_RUN_DIR",
+    ]
+    spec = job(
+        args=["--out=$TRAIN_RUN_DIR/$(touch executed)", "--try", "${TRAIN_ATTEMPT}"],
+        retries=retries,
+        sweep={"zip": {"--text": hostile, "env.V": hostile}},
+    )
+    script = toolkit.render(toolkit.plan(spec, toolkit.SlurmProfile(name="s")))
+    for index, (value, point) in enumerate(zip(hostile, spec.points, strict=True)):
+        more = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": str(index)}
+        runs = tmp_path / "it's a $(touch executed) folder"
+        earlier = runs / point.name / "logs/attempt-0" if retries["requeue"] else None
+        if earlier:
+            earlier.mkdir(parents=True)
+            (earlier / "since").write_text("0\n")
+            (earlier / "nodes").write_text("node1\n")
+            (earlier / "log").write_text("0 /dev/null\n")
+            (earlier / "reason").write_text("preempted: so; queued again\n")
+            more["SLURM_RESTART_COUNT"] = "1"
+        (seen,) = fake_slurm.execute(script, tmp_path, nodes=1, run_dir=runs, more=more)
+        known = {"TRAIN_RUN_DIR": f"{runs / point.name}", "TRAIN_ATTEMPT": "1" if earlier else "0"}
+        words = [Template(word).safe_substitute() for word in seen.argv]  # as torchrun reads them
+        assert words[-5:] == [
+            f"--out={known['TRAIN_RUN_DIR']}/$(touch executed)",
+            *("--try", known["TRAIN_ATTEMPT"]),
+            *("--text", replaced(value, known)),
+        ]
+        assert seen.env["V"] == value, "variables are not replaced"
+        assert {name: seen.env[name] for name in known} == known
+    assert not list(tmp_path.rglob("executed"))
+
+
+def replaced(text: str, known: dict[str, str]) -> str:
+    """Return a text with the values of names that are not preceded by another dollar."""
+    for name, value in known.items():
+        text = value.join(re.split(rf"(?<!\$)\$(?:{name}\b|{{{name}}})", text))
+    return text
 
 
 # ---- Slurm's answers
@@ -382,6 +430,32 @@ def test_a_point_or_all_of_them_can_be_cancelled_and_go_on(site: Site, until: Un
     assert states(forgotten(sweep, site)) == ["CANCELLED"] * 3 + ["SUCCEEDED"]
     site.launcher.resubmit(sweep)
     assert sweep.wait(300).reason == "4 SUCCEEDED"
+
+
+@pytest.mark.slurm
+def test_points_write_into_their_own_folders_and_a_requeued_one_sees_its_attempt(
+    site: Site, until: Until
+) -> None:
+    code = 'mkdir -p "$1"; printf %s "$3" >"$1/$2"; [ "$5:$2" != again:0 ] || sleep 600'
+    value = "$(touch executed)`touch executed`"
+    spec = job(
+        module=None,
+        command=["bash", "-c", code, "bash"],
+        args=["$TRAIN_RUN_DIR/out put", "$TRAIN_ATTEMPT", value],
+        retries={"requeue": 1},
+        sweep={"grid": {"--kind": ["again", "once"]}},
+    )
+    sweep = site.launcher.submit(toolkit.plan(spec, site.profile))
+    again, once = (Path(str(point.run_dir)) / "out put" for point in sweep.points)
+    until((again / "0").exists, "the first attempt runs")
+    site.cluster.slurm("scontrol", "requeue", f"{sweep.uri.rpartition('/')[2]}_0")
+    assert sweep.wait(300).reason == "2 SUCCEEDED"
+    assert [sorted(path.name for path in folder.iterdir()) for folder in (again, once)] == [
+        ["0", "1"],
+        ["0"],
+    ]
+    assert {path.read_text() for path in (*again.iterdir(), *once.iterdir())} == {value}
+    assert not [folder for folder in (ROOT, again, once) if (folder / "executed").exists()]
 
 
 @pytest.mark.slurm

@@ -78,11 +78,6 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     "script-missing": ("module: null\nscript: nowhere.py\n", LOCAL, 3),
     "secrets-unset": ("secrets:\n- NOWHERE\n", LOCAL, 4),
     "secret-file-open": ("secrets: {A: {file: /proc/version}}\n", LOCAL, 4),
-    "run-dir-in-array": (
-        "module: mine\nargs: [--out, $TRAIN_RUN_DIR/a]\nsweep: {grid: {--lr: [1, 2]}}\n",
-        SLURM,
-        4,
-    ),
     "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
     "elastic-gpus-per-task": (
         "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",

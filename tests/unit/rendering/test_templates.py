@@ -4,6 +4,7 @@ import difflib
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,11 +43,18 @@ def rendered(profile: toolkit.Profile) -> str:
     return toolkit.render(toolkit.plan(job, profile))
 
 
-@pytest.mark.parametrize("kind", sorted(TEMPLATES))
-def test_a_sites_templates_expand_arguments_as_ours_do(kind: str, tmp_path: Path) -> None:
+SWEEP = {"grid": {"--at": ["$TRAIN_RUN_DIR", "$HOME"]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sweep"), [(kind, None) for kind in sorted(TEMPLATES)] + [("slurm", SWEEP)]
+)
+def test_a_sites_templates_expand_arguments_as_ours_do(
+    kind: str, sweep: Any, tmp_path: Path
+) -> None:
     profile = write(tmp_path, f"{{% extends 'toolkit/{TEMPLATES[kind]}' %}}", kind=kind)
     args = ("--out=$TRAIN_RUN_DIR/x", "$HOME", "${TRAIN_ATTEMPT}")
-    job = toolkit.JobSpec(name="probe", module="train", image="i", args=args)
+    job = toolkit.JobSpec(name="probe", module="train", image="i", args=args, sweep=sweep)
     texts = {
         toolkit.render(toolkit.plan(job, profile.model_copy(update={"templates_dir": folder})))
         for folder in (None, profile.templates_dir)
