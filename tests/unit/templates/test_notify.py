@@ -1,6 +1,7 @@
 """Notifications by the scripts of a run, to a real server."""
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -195,12 +196,15 @@ NOTICED = "E1128 12:00:{}.5 7 torch/x.py:1] failed (exitcode: {}) local_rank: {}
 
 
 def test_a_run_that_has_succeeded_after_restarts_says_so(job: Job, receiver: Receiver) -> None:
-    for node, restart in (("node-0", 0), ("node-0", 1), ("node-1", 0)):
-        (job.folder(0) / node / "7_x" / f"attempt_{restart}").mkdir(parents=True)
-    job.conclude(0, printed=NOTICED.format(10, -9, 1))
+    # As torchrun leaves it when node 0 fails first, then node 1, which has repeated its folder.
+    for node, restart, at in (("0", 0, 100), ("0", 1, 301), ("1", 0, 200), ("1", 1, 300)):
+        folder = job.folder(0) / f"node-{node}/7_x/attempt_{restart}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (at, at))
+    job.conclude(0, printed=NOTICED.format(10, 3, 0) + "\n" + NOTICED.format(20, -9, 1))
     ((_, told),) = receiver.posts
     assert told["text"].endswith(
-        "ended: done: all steps made, after 1 restart: local rank 1: killed by SIGKILL"
+        "done: all steps made, after 2 restarts, the last: local rank 1: killed by SIGKILL"
     )
 
 
