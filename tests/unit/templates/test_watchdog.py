@@ -730,17 +730,25 @@ def test_only_ranks_that_cannot_be_looked_into_are_told(
     """Not so before torchrun has started them, nor while their Python starts."""
     monkeypatch.setattr(watchdog, "UNSEEN_S", 0.0)
     logs = site / "run/logs/attempt-0"
-    started = watchdog.Watchdog(site / "exchange", logs, 0.0, select.poll(), os.getpid())
-    for _ in range(3):
-        started.look()
-    with subprocess.Popen(["sleep", "300"]) as process:
+    # A torchrun that starts its rank when it is told to; the test's own process may have children.
+    argv = ["sh", "-c", "read _; sleep 300 & echo; wait"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as torchrun:
+        assert torchrun.stdin is not None and torchrun.stdout is not None
+        started = watchdog.Watchdog(site / "exchange", logs, 0.0, select.poll(), torchrun.pid)
+        for _ in range(3):
+            started.look()
+        torchrun.stdin.write(b"\n")
+        torchrun.stdin.flush()
+        torchrun.stdout.readline()
+        (rank,) = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
         try:
             started.look()
             assert capsys.readouterr().err == ""
             for _ in range(3):
                 started.look()
         finally:
-            process.kill()
+            os.kill(int(rank), signal.SIGKILL)
+            torchrun.kill()
     assert capsys.readouterr().err.count("a stall would not be noticed") == 1
 
 
