@@ -34,7 +34,7 @@ from toolkit.kubernetes.status import (
     status_of,
 )
 from toolkit.kubernetes.volume import fetch
-from toolkit.kubernetes.workloads import Object, WorkloadKind, pods_of
+from toolkit.kubernetes.workloads import Object, WorkloadKind, pod_names_of, pods_of
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
 from toolkit.runs import registry
 from toolkit.runs.failure import Failure
@@ -331,6 +331,24 @@ class KubernetesRun(Run):
             )
         key = self.key
         return (line for line in self._read(view, on_status) if signed(line, key) is None)
+
+    def lost_output(self) -> str:
+        """Return the pods of an ended run that are gone, and where their output is.
+
+        The operator of a PyTorchJob deletes pods that still run when one has ended the run.
+        """
+        obj = None if self.points else self.cluster.get(self.kind, self.object_name)
+        if obj is None or state_of(self.kind, obj)[0] is not RunState.FAILED:
+            return ""
+        there = {short_name(pod) for pod in self.cluster.pods(self.pod_selector)}
+        gone = [name for name in pod_names_of(self.kind, obj) if name not in there]
+        if not gone:
+            return ""
+        where = "; what the ranks printed is in the run directory, logs/attempt-N/POD"
+        return (
+            f"the output of {', '.join(gone[:5])}{' …' if gone[5:] else ''} is gone with its pod"
+            + (where if self.record.profile.get("runs_claim") else "")
+        )
 
     @property
     def key(self) -> str:
