@@ -194,7 +194,8 @@ class Kubelet(Api):
             grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
         container = self._containers.get(pod["metadata"]["uid"])
         is_lost = pod["spec"].get("nodeName") in self.lost_nodes
-        if is_lost and grace_s == 0 and controller_of(pod)["kind"] != "Job":
+        owner = controller_of(pod) or {}
+        if is_lost and grace_s == 0 and owner.get("kind") != "Job":
             self.remove_pod(pod)  # a Job's pod has a finalizer, which outlives a forced deletion
             return
         if "deletionTimestamp" in pod["metadata"]:
