@@ -29,7 +29,6 @@ from tests.unit.kubernetes.site import (
     SUCCEEDED,
     WORKLOADS,
     a_jobset_and_slowly_others,
-    every_workload,
 )
 from toolkit.kubernetes.status import state_of
 from toolkit.kubernetes.workloads import KINDS
@@ -119,14 +118,14 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
         assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
 
 
+def these_and_slowly_others(*quick: str) -> Any:
+    others = [kind for kind in WORKLOADS if kind not in quick]
+    slow = (pytest.param(kind, marks=pytest.mark.slow) for kind in others)
+    return pytest.mark.parametrize("workload", [*quick, *slow])
+
+
 @pytest.mark.skipif(is_real(), reason="takes a node's power away")
-@pytest.mark.parametrize(
-    "workload",
-    [
-        "TrainJob",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("PyTorchJob", "JobSet", "Job")),
-    ],
-)
+@these_and_slowly_others("TrainJob")
 @pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), -1])
 def test_a_lost_node_is_survived(live: Live, index: int) -> None:
     """Its pod stays, being deleted, and another one takes its place elsewhere."""
@@ -236,7 +235,7 @@ def test_a_pod_that_is_lost_between_joining_and_starting_its_ranks_makes_nobody_
     assert status.state is SUCCEEDED, (status, live.told(run))
 
 
-@every_workload
+@these_and_slowly_others("PyTorchJob", "TrainJob")
 def test_a_failure_of_the_users_making_is_not_tried_again(live: Live) -> None:
     run = submit(live, "--steps", "1", "--lr", "nonsense", nnodes=1)
     status = live.ended(run)

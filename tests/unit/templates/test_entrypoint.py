@@ -23,6 +23,9 @@ from tests.support.strict_server import arrives
 
 DONE, FINAL, AGAIN = 0, 42, 138
 
+OF_EACH = ("PyTorchJob", "TrainJob")
+"""The kinds whose entrypoints differ in what follows from an end; see the test of the others."""
+
 TORCHRUN = r"""#!/bin/sh
 say() { echo "{\"version\": 1, \"status\": \"$1\"}" >"$TRAIN_RUN_DIR/outcome.json"; }
 wait_for_stop() { touch "$TRAIN_RUN_DIR/ready"; while :; do sleep 0.02; done; }
@@ -212,7 +215,17 @@ def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path)
     assert Pod(tmp_path, name="t-2", requeue=0).run("exit 1") == FINAL
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("more", [{}, {"in_job": 3}, {"nnodes": 2}])
+def test_jobs_jobsets_and_trainjobs_end_by_the_same_functions(more: dict[str, int]) -> None:
+    def functions(kind: str) -> str:
+        text = entrypoint(kind, **more)[2]
+        return text[text.index("\n# ---- torchrun\n") : text.index("\nwrite_start() {")]
+
+    assert functions("Job") == functions("JobSet") == functions("TrainJob")
+    assert functions("Job") != functions("PyTorchJob")
+
+
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, kind, requeue=1)
     for submission in ("a", "b"):
@@ -221,7 +234,7 @@ def test_who_submits_a_run_again_begins_to_count_anew(kind: str, tmp_path: Path)
     assert attempts == ["attempt-0", "attempt-1"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
     kind: str, tmp_path: Path, until: Until
 ) -> None:
@@ -254,7 +267,7 @@ def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
     assert pod.run("exit 0", TRAIN_START="b") == DONE, "submitted again, it starts"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_place(
     kind: str, tmp_path: Path, until: Until
 ) -> None:
@@ -277,7 +290,7 @@ def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_pl
         assert not (old.runs / "saved").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_starts_without_progress_are_limited(kind: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, kind, more={"retries": {"requeue": 9, "no_progress": 2}})
     steps = (4, 6, 6, 6)
@@ -294,7 +307,7 @@ def idle(local_rank: int, status: int = 93) -> str:
     return f'echo "E1122 07:34:07.896000 9 torch/x/api.py:1002] {said}" >>"$TORCH_LOGS_OUT"'
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_worker_that_ends_with_93_is_not_started_again(kind: str, tmp_path: Path) -> None:
     """As on Slurm, until the run is submitted again; nor are pods that have lost it."""
     pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
@@ -337,7 +350,7 @@ def test_every_submission_is_an_attempt_of_its_own(tmp_path: Path) -> None:
     assert seen == [0, 1, 2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_without_labels_every_pod_is_of_attempt_0(kind: str, tmp_path: Path) -> None:
     """What the downward API makes of a label that is not there is an empty text."""
     pod = Pod(tmp_path, kind)
@@ -523,7 +536,7 @@ KILLED = "kill -KILL $PPID; exit 1"
 """What the kernel does for memory, where it kills a container whole: the first process, too."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_container_that_is_killed_whole_has_failed(kind: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, kind, requeue=2)
 
@@ -550,7 +563,7 @@ def lost(step: int, attempt: int | str = "$TRAIN_ATTEMPT") -> str:
     return f'echo "{said}" >"$TRAIN_RUN_DIR/outcome.json"'
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_pods_that_fail_twice_alike_are_not_started_again(kind: str, tmp_path: Path) -> None:
     pod, other = Pod(tmp_path, kind), Pod(tmp_path, kind, name="t-1")
 
@@ -576,7 +589,7 @@ def test_a_pod_that_loses_a_rank_twice_at_one_step_is_not_started_again(tmp_path
     assert pod.run(f"{lost(5)}; {echo}; exit 1") == FINAL
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_failure_that_comes_again_at_its_step_counts_with_another_one_in_between(
     kind: str, tmp_path: Path
 ) -> None:
@@ -618,7 +631,7 @@ def test_a_torchrun_that_has_lost_the_signal_to_end_is_told_again(tmp_path: Path
     assert (pod.run(code), pod.failures) == (FINAL, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_a_pod_that_has_only_lost_another_one_tells_the_cause(kind: str, tmp_path: Path) -> None:
     """Its status may be the only one that is seen: it is final, so that the others are deleted."""
     pod = Pod(tmp_path, kind, in_job=1)

@@ -16,7 +16,6 @@ from tests.fakes import fake_slurm
 from tests.support.ending_job import Job
 from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
-from tests.support.rendered import KINDS
 from tests.unit.templates.test_entrypoint import AGAIN, DONE, FINAL, Pod
 
 EVERYTHING = ["end", "failure", "requeue", "stall"]
@@ -417,7 +416,7 @@ def pods(folder: Path, kind: str, receiver: Receiver, *names: str, **keys: Any) 
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 @pytest.mark.parametrize(
     ("code", "status", "event", "failed"),
     [
@@ -440,7 +439,7 @@ def test_of_several_pods_one_tells_the_end(
     assert (told["event"], told["failed"]) == (event, failed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_a_pod_that_has_succeeded_tells_that_its_ranks_were_started_again(
     kind: str, tmp_path: Path, receiver: Receiver
 ) -> None:
@@ -455,7 +454,7 @@ def test_a_pod_that_has_succeeded_tells_that_its_ranks_were_started_again(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_a_pod_that_starts_again_or_is_stopped_tells_nothing(
     kind: str, tmp_path: Path, receiver: Receiver, until: Until
 ) -> None:
