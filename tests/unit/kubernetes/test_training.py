@@ -118,7 +118,7 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
         assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
 
 
-def these_and_slowly_others(*quick: str) -> Any:
+def these_and_slowly_others(*quick: str) -> pytest.MarkDecorator:
     others = [kind for kind in WORKLOADS if kind not in quick]
     slow = (pytest.param(kind, marks=pytest.mark.slow) for kind in others)
     return pytest.mark.parametrize("workload", [*quick, *slow])
