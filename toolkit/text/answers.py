@@ -8,6 +8,7 @@ ours, marked values, a known heading. Without that, there is no answer, and neve
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 SEPARATOR = "|==|"
@@ -23,6 +24,10 @@ _OF_A_PROGRAM = re.compile(
     r"(?::| error:)"
 )
 """How messages of Slurm's commands and of rsync begin."""
+
+
+_MOST_BEGINNINGS = 1000
+"""In how many lines a JSON object may begin; each failure takes time in proportion to the text."""
 
 
 def plain(printed: str) -> str:
@@ -113,7 +118,8 @@ def json_object(printed: str, key: str) -> dict[str, Any]:
     {'kind': 'List'}
     """
     text = plain(printed)
-    for brace in re.finditer(r"^[^{\n]*\{", text, re.MULTILINE):
+    braces = re.finditer(r"^[^{\n]*\{", text, re.MULTILINE)
+    for brace in islice(braces, _MOST_BEGINNINGS):
         try:
             found, _ = json.JSONDecoder().raw_decode(text, brace.end() - 1)
         except (ValueError, RecursionError):
