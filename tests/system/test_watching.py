@@ -265,7 +265,7 @@ def test_progress_is_in_the_json_of_a_running_run_alone(run: toolkit.Run) -> Non
 
     progress = status()["progress"]
     assert isinstance(progress, dict)
-    assert progress["step"] >= 1 and progress["steps"] is None
+    assert progress["step"] >= 1 and progress["steps_planned"] is None
     end(run)
     run.wait(300)
     assert status()["progress"] is None

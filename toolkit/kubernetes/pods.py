@@ -172,12 +172,22 @@ def failed_for_good(pod: Object) -> bool:
     )
 
 
-def _repeats_the_end(pod: Object) -> bool:
-    """Whether a pod was made after the end of its run, and has only said so again."""
-    ends = list(_states(pod, "terminated"))
-    return failed_for_good(pod) and all(
-        _OF_ENTRYPOINT.fullmatch(str(end.get("message") or "").rstrip("\n")) for end in ends
-    )
+def _without_replacements(pods: Iterable[Object]) -> list[Object]:
+    """Return pods by age, without those made after the end of their run, which only say it again.
+
+    The oldest of such pods is kept if the one that ended the run is gone.
+    """
+    by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    final = next(filter(failed_for_good, by_age), None)
+    if final is None:
+        return by_age
+    made = seconds_of(final["metadata"].get("creationTimestamp"))
+    end = max(seconds_of(end.get("finishedAt")) for end in _states(final, "terminated"))
+    return [
+        pod
+        for pod in by_age
+        if not made < (own := seconds_of(pod["metadata"].get("creationTimestamp"))) or own < end
+    ]
 
 
 def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
@@ -185,9 +195,7 @@ def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
 
     The pods of a Job that failed earlier stay, and those of its last start may be deleted.
     """
-    every = list(pods)
-    own = [pod for pod in every if not _repeats_the_end(pod)] or every
-    by_age = sorted(own, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
+    by_age = _without_replacements(pods)
     newest = list({short_name(pod): pod for pod in by_age}.values())
     made = max((seconds_of(pod["metadata"].get("creationTimestamp")) for pod in newest), default=0)
 
