@@ -17,12 +17,14 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.support.ports import free_port
 from tests.train.support.processes import PROCESSES
 
 PATIENCE_S = 300.0
@@ -105,8 +107,8 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
         del arguments[0]
     flag, count, script, *rest = arguments
     assert flag in {"--nproc-per-node", "--nproc_per_node"}, arguments
-    ranks, port = int(count), free_port()
-    with tempfile.TemporaryDirectory() as outputs:
+    ranks = int(count)
+    with tempfile.TemporaryDirectory() as outputs, _store() as port:
         processes = [
             PROCESSES.Process(
                 target=_rank, args=(rank, ranks, port, folder, script, rest, Path(outputs))
@@ -141,6 +143,32 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
     return Result(1, stdout, f"{CHILD_FAILED}:\n" if killed else texts[first][1])
 
 
+@contextmanager
+def _store() -> Iterator[int]:
+    """Run the ranks' store in a process of its own, as torchrun's agent does; yield its port.
+
+    In rank 0 it would end with rank 0, while others may still be connecting.
+    """
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_keep_store, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.join()
+
+
+def _keep_store(parent: Connection) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parent.send(store.port)
+    with suppress(EOFError):
+        parent.recv()
+
+
 def _rank(
     rank: int,
     ranks: int,
@@ -162,6 +190,7 @@ def _rank(
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",

@@ -159,6 +159,7 @@ class Home:
             "kind": "slurm",
             "runs_dir": str(folder / "runs"),
             "venv": str(folder / "venv"),
+            "sbatch": {"nodelist": "node1"},  # its name is in what is compared
         }
         (folder / "job.yaml").write_text(json.dumps(job))
         (folder / "profile.yaml").write_text(json.dumps(profile))
