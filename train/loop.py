@@ -8,7 +8,7 @@ import torch
 
 from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
-from .data.order import SampleOrder, mixed, seed_device, seed_of
+from .data.order import SampleOrder, mixed, seed_generators, seed_of
 from .errors import NonFiniteLoss
 from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
@@ -148,7 +148,7 @@ class Trainer:
             parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
         # A function of the step instead of a generator's state: there is nothing to save or
         # restore. After the reading, which may draw numbers too.
-        seed_device(mixed(self.seed, progress.step), self.group.device)
+        seed_generators(mixed(self.seed, progress.step), self.group.device)
         divisor = self.expected_count / self.scaler.scale
         sums = strategy.accumulate(parts, 1.0 / divisor)
         loss, count, stop_flags, changed = self._agree(sums, self.untrained.changed())

@@ -19,10 +19,21 @@ from ..errors import UsageError
 from ..model import trees
 from ..model.trees import Tree
 from ..runtime.signals import SIGNALS
-from .order import Batch, Chance, SampleOrder, Samples, Source, mixed, seed_of, share_of
+from .order import (
+    Batch,
+    Chance,
+    SampleOrder,
+    Samples,
+    Source,
+    mixed,
+    seed_generators,
+    seed_of,
+    share_of,
+)
 
 Draw = tuple[list[int], Chance | None]
 """Sample numbers, and what their random numbers depend on."""
+_CPU = torch.device("cpu")
 
 
 def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> Source:
@@ -208,7 +219,7 @@ class _SeededSamples:
             positions = range(chance.place, chance.place + len(numbers))
         samples = []
         for number, position in zip(numbers, positions, strict=True):
-            seed_sample(mixed(seed, position))
+            seed_generators(mixed(seed, position), _CPU)
             try:
                 samples.append(self._samples[number])
             except Exception as error:
@@ -237,22 +248,11 @@ def _end_readers() -> None:
         process.kill()
 
 
-def seed_sample(seed: int) -> None:
-    """Seed the generators that a Dataset may use, with 64 bits: torch's, `random`'s and numpy's.
-
-    It takes 8 µs, half of it for `random`.
-    """
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    # The upper bits: torch takes the lower 32, and makes the same numbers of them as numpy would.
-    np.random.seed(seed >> 32)
-
-
 class RandomDrawDetector:
     """Detects whether random numbers were drawn since `start()` from the generators of a sample.
 
-    It keeps copies of `random`'s and numpy's generators in step, which is cheaper than to compare
-    their states of thousands of bytes.
+    It seeds `random`'s and numpy's generators, and copies of them, which is cheaper than to compare
+    their states of thousands of bytes. The loop seeds them anew before each pass.
     """
 
     def __init__(self) -> None:
@@ -261,10 +261,10 @@ class RandomDrawDetector:
 
     def start(self) -> None:
         """Bring the copies into step."""
-        if random.random() != self._random.random():
-            self._random.setstate(random.getstate())
-        if np.random.random_sample() != self._numpy.random_sample():
-            self._numpy.set_state(np.random.get_state())
+        random.seed(0)
+        self._random.seed(0)
+        np.random.seed(0)
+        self._numpy.seed(0)
         self._state = torch.default_generator.get_state()
 
     def drawn(self) -> bool:

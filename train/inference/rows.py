@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.order import Batch, Source, mixed, seed_device, seed_of
+from ..data.order import Batch, Source, mixed, seed_generators, seed_of
 from ..errors import UsageError
 from ..model.trees import Tree, mapped, tensors_of
 from ..parallel.base import Strategy
@@ -75,7 +75,7 @@ def predict(
     numbers = (torch.arange(one.samples.start, one.samples.stop) for one in plan)
     for one, batch in zip(plan, test.read(numbers), strict=True):
         # A model may draw random numbers even now.
-        seed_device(mixed(seed, one.batch), device)
+        seed_generators(mixed(seed, one.batch), device)
         outputs = strategy.predict(batch)
         wanted = one.counts and outputs is not None
         yield one, lines(task, outputs, batch, one.samples) if wanted else None

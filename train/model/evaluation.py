@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..cli.config import Config
-from ..data.order import Batch, Source, share_of
+from ..data.order import Batch, Source, mixed, seed_generators, seed_of, share_of
 from ..errors import UsageError
 from ..parallel.base import Strategy
 from ..runtime.process_group import RankGroup
@@ -57,6 +57,7 @@ def measure(
     rows = []
     look_after, started = 1, time.monotonic()
     parts = parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards)
+    seed = seed_of("evaluation", *strategy.axes)
     for number, (part, counts) in enumerate(parts):
         if number == look_after:
             if group.sum([stop_requested()])[0]:
@@ -66,6 +67,8 @@ def measure(
             seconds, ranks = group.sum([time.monotonic() - started, 1.0])
             pause = int(LOOK_EVERY_S * number * ranks / max(seconds, 1e-3))
             look_after += min(max(pause, 1), number)
+        # A model or a loss may draw random numbers even now: the same in each evaluation.
+        seed_generators(mixed(seed, number), group.device)
         sums = strategy.evaluate(part)
         if counts:
             count = sums.loss.new_tensor([sums.count], dtype=torch.float64)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..data.order import seed_generators, seed_of
 from ..errors import UsageError
 from ..model import compilation
 from ..model.prepare import prepare
@@ -49,6 +50,7 @@ class Parts:
 
         On the device `meta` nothing is allocated, and there are no weights yet.
         """
+        seed_generators(seed_of("model", self.config.seed), self.group.device)
         torch.manual_seed(self.config.seed)
         with device or torch.device("cpu"):
             model = model_of(self.task)

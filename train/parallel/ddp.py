@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cli.compatibility import exact_problems
-from ..data.order import Batch, seed_of, share_of
+from ..data.order import Batch, seed_generators, seed_of, share_of
 from ..errors import UsageError
 from ..model import batchnorm, compilation
 from ..model.trees import joined
@@ -180,7 +180,8 @@ class ExactDataParallel(WholeModel):
         rows, count = [], 0
         lacking = {name for name, p in self.model.named_parameters() if p.requires_grad}
         for number, batch in self._virtual_shards(micro_batches):
-            torch.manual_seed(seed_of("virtual", self.parts.config.seed, self._step, number))
+            seed = seed_of("virtual", self.parts.config.seed, self._step, number)
+            seed_generators(seed, self.parts.group.device)
             # Leaves the gradients of this virtual shard alone in the parameters.
             self.model.zero_grad(set_to_none=True)
             passes = batch.split_into(self.parts.config.micro_batches(self._virtual))

@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.loader import RandomDrawDetector, seed_sample
-from train.data.order import mixed, seed_device
+from train.data.loader import RandomDrawDetector
+from train.data.order import mixed, seed_generators
+
+CPU = torch.device("cpu")
 
 
 def test_numbers_are_those_of_manual_seed() -> None:
     for seed in (0, 1, 2**63 - 1):
         torch.manual_seed(seed)
         wanted = torch.rand(8)
-        seed_device(seed, torch.device("cpu"))
+        seed_generators(seed, CPU)
         assert torch.equal(torch.rand(8), wanted)
 
 
 def test_a_samples_generators_draw_apart() -> None:
-    seed_sample(2**40 + 1)
+    seed_generators(2**40 + 1, CPU)
     torchs = torch.randint(256, (8,)).tolist()
     numpys = np.random.randint(256, size=8).tolist()
     # With one seed both make the same numbers: a sample that is mirrored is always cut as well.

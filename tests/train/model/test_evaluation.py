@@ -40,6 +40,7 @@ class Measuring:
         self.silent = ranks > 1 and rank == ranks - 1
         self.shards = max(ranks - 1, 1)
         self.shard = min(rank, self.shards - 1)
+        self.axes = (self.shard,)
         self.calls = 0
 
     def evaluate(self, batch: Batch) -> Tally:

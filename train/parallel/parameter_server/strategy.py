@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...data.order import mixed, seed_device
+from ...data.order import mixed, seed_generators
 from ...errors import NonFiniteLoss
 from ...loop import Trainer, listed
 from ...model import batchnorm, compilation
@@ -254,7 +254,7 @@ class ServedTrainer(Trainer):
         # Batches of one trainer, or of all in step, come one after the other: they are read ahead.
         in_turn = strategy.shards > 1 or strategy.trainers == 1
         batch = self.feed.batch(begin) if in_turn else self.feed.lone_batch(begin)
-        seed_device(mixed(self.seed, ticket.update), self.group.device)
+        seed_generators(mixed(self.seed, ticket.update), self.group.device)
         sums = strategy.accumulate(batch.split_into(self.micro_batches))
         return Gradient(
             ticket=ticket,
