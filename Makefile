@@ -14,6 +14,8 @@ NODES ?= 4
 ARGS ?=
 BASE ?=
 MINUTES ?= 60
+MOMENTS ?= 100
+MOMENT ?=
 SEED ?=
 RUN ?=
 
@@ -84,8 +86,9 @@ test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs f
 fuzz: install  ## Try odd inputs for MINUTES, all seven fuzzers side by side
 	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 7 -o timeout=0 $(ARGS)
 
-chaos: install  ## Hit runs with faults drawn from SEED for MINUTES, on sandbox, pods and this machine; RUN=k repeats one
-	@$(BIN)/python -m tests.system.chaos.play --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RUN),--run $(RUN)) $(ARGS)
+chaos: install  ## Hit runs with faults drawn from SEED: MOMENTS in their first seconds, then MINUTES of any; MOMENT=k or RUN=k repeats one
+	@$(if $(RUN),,$(BIN)/python -m tests.system.chaos.first_seconds --moments $(MOMENTS) $(if $(SEED),--seed $(SEED)) $(if $(MOMENT),--moment $(MOMENT)))
+	@$(if $(MOMENT),,$(BIN)/python -m tests.system.chaos.play --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RUN),--run $(RUN)) $(ARGS))
 
 faults: install  ## Run each fault once and write the table of docs/how-to/failures.md; ARGS="--only WORD" for a part
 	@$(BIN)/python -m tests.system.chaos.fault_table $(ARGS)

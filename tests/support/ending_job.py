@@ -18,6 +18,7 @@ _run_dir=$1 _attempt=$2 _restarts=$2 _stopping=$3 _since=0 _mode= _run_job=7
 _logs=$_run_dir/logs/attempt-$_attempt _own_logs=$_run_dir/logs/attempt-$_attempt
 _before=$_run_dir/logs/attempt-$((_attempt - 1))
 eval "$4"
+find_log
 open_log
 """
 
@@ -26,8 +27,8 @@ echo "scontrol $*" >>"$CALLS"
 case "$*" in
 "-o show job"*)
     [ -z "${NOISE:-}" ] || echo "$NOISE"
-    echo "JobId=7 Restarts=$RESTARTS StartTime=100 ${PREEMPTED:-PreemptTime=None}" \\
-        "ExcNodeList=$EXCLUDED NodeList=x"
+    echo "JobId=7 JobState=$STATE Restarts=$RESTARTS StartTime=100" \\
+        "${PREEMPTED:-PreemptTime=None} ExcNodeList=$EXCLUDED NodeList=x"
     [ -z "${NOISE:-}" ] || echo "$NOISE"
     ;;
 "show hostnames"*)
@@ -89,6 +90,7 @@ class Job:
             "SLURM_JOB_NODELIST": "n1,n2",
             "SLURM_JOB_PARTITION": "p",
             "RESTARTS": "0",
+            "STATE": "",
             "EXCLUDED": "(null)",
             "AWAY": "0",
             "REFUSES": "",
@@ -118,6 +120,7 @@ class Job:
     def run(self, body: str, *, stopping: str = "") -> int:
         """Run functions of the script; return the exit status."""
         self.folder(self.attempt)
+        state = "COMPLETING" if stopping == "terminated" else "RUNNING"
         more = {"notify": self.notify, "secrets": self.secrets} if self.notify else {}
         arguments = [
             str(self.run_dir),
@@ -128,7 +131,7 @@ class Job:
         with self.log.open("a") as log:
             done = subprocess.run(
                 ["bash", "-c", _PRELUDE + body, "bash", *arguments],
-                env=self.environ,
+                env=self.environ | {"STATE": self.environ["STATE"] or state},
                 stdout=log,
                 stderr=log,
                 check=False,

@@ -145,6 +145,13 @@ def status_of(
         and not run_directory.has_attempts(run_dir)
     ):
         reason = "never started"  # in place of what the job waited for, which Slurm still shows
+    elif state is RunState.CANCELLED and run_dir is not None:
+        written = run_directory.newest_reason(run_dir)
+        if written.word == "cancelled":
+            reason = written.text
+        elif not reason or in_words(reason) != reason:  # for which it waited when it was cancelled
+            who = "toolkit cancel" if run_directory.cancel_requested(run_dir) else "scancel"
+            reason = f"cancelled: by {who}"
     elif state is RunState.PENDING:
         reason = in_words(reason)
     elif row.word in ("SUSPENDED", "STOPPED"):
@@ -156,6 +163,10 @@ def status_of(
         text = "; ".join(filter(None, reasons))
         number = place.number if place else None
         return RunStatus(state=state, reason=text, expected_start=row.start, place_in_queue=number)
+    if state is RunState.PREEMPTED and run_dir is not None:
+        ended = run_directory.ended_status(run_dir)
+        if ended.state is RunState.SUCCEEDED:
+            return ended  # its time, or its grace at a preemption, was over as it came to its end
     if state is RunState.FAILED and run_dir is not None and not run_dir.is_dir():
         reason = f"{reason}: {run_dir} is gone"  # Slurm could not even open the log
     elif state is RunState.FAILED and run_dir is not None:

@@ -161,7 +161,7 @@ def _store() -> Iterator[int]:
 
 
 def _keep_store(parent: Connection) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent.send(store.port)

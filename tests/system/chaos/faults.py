@@ -347,8 +347,15 @@ def signal_supervisor(scene: Scene, number: int) -> bool:
 _WITHOUT = ("retries.in_job=0",)
 _WITHIN = ("retries.in_job=2",)
 _HANGS = ("args.9=20",)
-_LOST = (r"down: node\d", r"node_failure: ", r"lost: ", r"preempted: ", r"retryable: ")
-_STOPPED = (r"preempted: ", r"terminated: ", r"retryable: ")
+_LOST = (
+    r"down: node\d",
+    r"node_failure: ",
+    r"lost: ",
+    r"preempted: ",
+    r"retryable: ",
+    r"requeued: ",
+)
+_STOPPED = (r"preempted: ", r"terminated: ", r"retryable: ", r"requeued: by Slurm")
 _KILLED = (r"retryable: ", r"torchrun ended with .*(retryable|preempted)")
 _TAKEN = (r"torchrun ended with .*(preempted|retryable)", *_KILLED)
 _FAILED, _CANCELLED = frozenset({RunState.FAILED}), frozenset({RunState.CANCELLED})

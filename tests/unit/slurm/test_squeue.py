@@ -254,6 +254,22 @@ def test_a_script_that_was_killed_before_it_knew_why_says_less_than_slurm(
     assert run.status().state is toolkit.RunState.CANCELLED
 
 
+@pytest.mark.parametrize("who", ["toolkit cancel", "scancel"])
+def test_a_job_that_is_cancelled_while_it_waits_for_its_next_start_is_told_as_that(
+    user: User, slurm: Slurm, who: str
+) -> None:
+    """Slurm still shows what it has waited for."""
+    run = user.run("a", 1)
+    assert run.run_dir is not None
+    left_behind(run, "preempted", reason="boom")
+    (run.run_dir / "logs/attempt-0/reason").write_text("preempted: so; queued again\n")
+    if who != "scancel":
+        (run.run_dir / "cancel_requested").touch()
+    slurm.rows = user.line("a", 1, "CANCELLED", reason="BeginTime")
+    status = run.status()
+    assert (status.state, status.reason) == (toolkit.RunState.CANCELLED, f"cancelled: by {who}")
+
+
 @pytest.mark.parametrize(
     ("outcome", "reason", "row", "state", "text"),
     [
@@ -265,9 +281,12 @@ def test_a_script_that_was_killed_before_it_knew_why_says_less_than_slurm(
         ("fatal", "walltime: out of time", "FAILED", "FAILED", "FAILED: NonZeroExitCode: boom"),
         ("preempted", "cancelled: by toolkit cancel", "FAILED", "CANCELLED", "cancelled: by"),
         ("preempted", "terminated: by Slurm", "CANCELLED", "CANCELLED", ""),
+        ("", "cancelled: by scancel; not queued again", "CANCELLED", "CANCELLED", "cancelled: by"),
         ("preempted", "terminated: by Slurm", "NODE_FAIL", "FAILED", "NODE_FAIL: "),
         ("done", "walltime: out of time", "FAILED", "SUCCEEDED", ""),
         ("done", "", "FAILED", "SUCCEEDED", ""),
+        ("done", "done: all steps made", "TIMEOUT", "SUCCEEDED", ""),
+        ("preempted", "walltime: out of time", "TIMEOUT", "PREEMPTED", "NonZeroExitCode"),
         ("done", "done: all steps made", "FAILED", "FAILED", "NonZeroExitCode"),  # a second job
     ],
 )

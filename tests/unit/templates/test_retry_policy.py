@@ -211,7 +211,8 @@ def test_preempted_before_it_began_is_no_attempt_without_progress(job: Job) -> N
     for attempt in range(3):
         job.had(attempt, "preempted")
     job.told(status="preempted", attempt=0, step=57, rank=None, reason="x")
-    assert job.conclude(1, stopping="terminated") == 1
+    printed = f"{KILLED} DUE TO PREEMPTION ***"
+    assert job.conclude(1, stopping="terminated", printed=printed) == 1
     assert job.reason == "preempted: Slurm has taken the nodes; queued again"
     assert not (job.folder(3) / "step").exists()
     assert job.asked == []
@@ -277,6 +278,67 @@ def test_a_cancel_whose_signal_came_too_early_is_known_by_its_mark(
     assert (run_dir / f"logs/attempt-{attempt}/reason").read_text().startswith(reason)
 
 
+REQUEUES = """#!/bin/sh
+case "$*" in
+*"show job"*) echo "JobId=1234 JobState=RUNNING Restarts=0 " ;;
+requeue*) kill -TERM "$(cat "$PIDS")" ;;
+*) echo node1 ;;
+esac
+"""
+
+DIES = """#!/bin/sh
+echo $PPID >"$PIDS"
+kill -TERM $PPID $$
+"""
+
+
+def test_the_signal_of_its_own_requeue_does_not_change_why_a_script_has_ended(
+    tmp_path: Path,
+) -> None:
+    """scancel --full ends the script's child processes, too, and so the script."""
+    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
+    environ["PIDS"] = str(tmp_path / "pids")
+    (tmp_path / "bin/scontrol").write_text(REQUEUES)
+    dies = tmp_path / "bin/stop-here"
+    dies.write_text(DIES)
+    dies.chmod(0o755)
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
+    profile = toolkit.SlurmProfile(name="s", prolog=("stop-here",))
+    script.write_text(toolkit.render(toolkit.plan(job, profile)))
+    with (tmp_path / "job.log").open("a") as log:
+        argv = ["bash", str(script), str(run_dir)]
+        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
+    assert (run_dir / "logs/attempt-0/reason").read_text() == f"{BY_SIGNAL}\n"
+
+
+@pytest.mark.parametrize(
+    ("marked", "before", "reason"),
+    [
+        (5.0, "preempted: so; queued again", "cancelled: by toolkit cancel"),
+        (5.0, "cancelled: by toolkit cancel", "done: all steps made"),
+        (0.5, "preempted: so; queued again", "done: all steps made"),
+    ],
+    ids=["unanswered", "answered", "of an earlier job"],
+)
+def test_a_cancel_that_came_while_the_job_was_being_queued_again_is_known(
+    tmp_path: Path, marked: float, before: str, reason: str
+) -> None:
+    script, run_dir = tmp_path / "script.sh", tmp_path / "run"
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    first = run_dir / "logs/attempt-0"
+    first.mkdir(parents=True)
+    (first / "reason").write_text(f"{before}\n")
+    times = {first / "since": 1.0, first / "exit_status": 9.0, run_dir / "cancel_requested": marked}
+    for path, time in times.items():
+        path.write_text("0\n")
+        os.utime(path, (time, time))
+    environ = fake_slurm.install(tmp_path, nodes=1) | {"SLURM_RESTART_COUNT": "1"}
+    subprocess.run(["bash", script, run_dir], env=environ, capture_output=True, check=False)
+    assert (run_dir / "logs/attempt-1/reason").read_text().startswith(reason)
+
+
 SED = """#!/bin/sh
 case "$*" in *node.sh*) kill -TERM $PPID; %s ;; esac
 exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
@@ -319,6 +381,27 @@ def test_scancel_while_the_script_begins_is_no_success(
 
 KILLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T13:13:27"
 
+MKDIR = f"""#!/bin/sh
+echo "{KILLED} DUE TO JOB REQUEUE ***" >&2
+kill -TERM $PPID
+exec /bin/mkdir "$@"
+"""
+
+
+def test_a_requeue_while_the_script_begins_is_told_as_one(tmp_path: Path) -> None:
+    """slurmstepd has said so before the script has looked where its log begins."""
+    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
+    (tmp_path / "bin/mkdir").write_text(MKDIR)
+    (tmp_path / "bin/mkdir").chmod(0o755)
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    with (tmp_path / "job.log").open("a") as log:
+        argv = ["bash", str(script), str(run_dir)]
+        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
+    reason = (run_dir / "logs/attempt-0/reason").read_text()
+    assert reason == "requeued: by an operator; queued again\n"
+
 
 @pytest.mark.parametrize(
     ("printed", "down", "reason"),
@@ -332,8 +415,21 @@ KILLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T13:13:27
             "node_failure: down: n2",
         ),
         (f"{KILLED} ***", "", "cancelled: by scancel"),
+        (
+            f"{KILLED} ***\n{KILLED.replace('JOB 7', 'STEP 7.0')} DUE TO JOB REQUEUE ***",
+            "",
+            "requeued: by an operator",
+        ),
+        (f"{KILLED} DUE TO TIME LIMIT ***", "", "walltime: out of time"),
     ],
-    ids=["operator", "preemption", "a node that is back already", "scancel"],
+    ids=[
+        "operator",
+        "preemption",
+        "a node that is back already",
+        "scancel",
+        "a signal before",
+        "time",
+    ],
 )
 def test_slurmstepd_says_why_slurm_ends_an_attempt(
     job: Job, printed: str, down: str, reason: str
@@ -347,23 +443,127 @@ def test_slurmstepd_says_why_slurm_ends_an_attempt(
 
 
 @pytest.mark.parametrize(
-    ("preempted", "stopped", "word"),
+    ("preempted", "left", "word"),
     [
-        ("PreemptTime=150", True, "preempted"),
-        ("PreemptTime=50", True, "retryable"),  # of an earlier attempt
-        ("PreemptTime=None", True, "retryable"),  # srun ends the others when one has failed
-        ("PreemptTime=150", False, "retryable"),
+        ("PreemptTime=150", ("stopped-0",), "preempted"),
+        ("PreemptTime=150", ("stopped-0", "failed-1"), "preempted"),  # a rank had lost the other
+        ("PreemptTime=150", (), "preempted"),  # before its tasks had begun
+        ("PreemptTime=50", ("stopped-0",), "retryable"),  # of an earlier attempt
+        ("PreemptTime=None", ("stopped-0",), "retryable"),  # srun ends the others after a failure
+        ("PreemptTime=150", ("failed-0",), "retryable"),
     ],
 )
 def test_a_preemption_with_grace_time_is_known_though_no_signal_comes(
-    job: Job, preempted: str, stopped: bool, word: str
+    job: Job, preempted: str, left: tuple[str, ...], word: str
 ) -> None:
     job.environ["PREEMPTED"] = preempted
-    if stopped:
-        (job.folder(0) / "stopped-0").write_text("1\n")
+    for name in left:
+        (job.folder(0) / name).write_text("1\n")
     assert job.conclude(1) == 1
     assert job.reason.startswith(f"{word}: ")
     assert job.reason.endswith("; queued again")
+
+
+BY_SIGNAL = "preempted: stopped by a signal from outside; queued again"
+
+
+STOPPED = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-25T13:13:27 ***"
+FAILED = "srun: error: n2: task 1: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("left", "outcome", "printed", "reason"),
+    [
+        (("stopped-0", "stopped-1"), "", STOPPED, BY_SIGNAL),
+        ((), "running", f"{STOPPED}\n{FAILED}", BY_SIGNAL),  # of a task that had not begun
+        (("stopped-0",), "retryable", STOPPED, "retryable: boom; queued again"),
+        (("stopped-0",), "preempted", STOPPED, "preempted: boom; queued again"),
+        (("stopped-0",), "", f"{FAILED}\n{STOPPED}", "retryable: "),  # srun ends the others
+        (("stopped-0", "failed-1"), "", STOPPED, "retryable: "),
+        (("stopped-0",), "", f"StepId=7.0 exceeded memory limit (9 > 8)\n{STOPPED}", "fatal: out"),
+    ],
+)
+def test_a_step_that_somebody_stops_is_no_failure(
+    job: Job, left: tuple[str, ...], outcome: str, printed: str, reason: str
+) -> None:
+    """By scancel --signal=TERM."""
+    for name in left:
+        (job.folder(0) / name).write_text("1\n")
+    if outcome:
+        job.told(status=outcome, attempt=0, step=5, rank=None, reason="boom")
+    assert job.conclude(1, printed=printed) == 1
+    assert job.reason.startswith(reason)
+
+
+def test_a_script_that_somebody_stops_goes_on(job: Job) -> None:
+    """Slurm calls a job that it has ended itself COMPLETING, CANCELLED, PENDING."""
+    job.environ["STATE"] = "RUNNING"
+    assert job.conclude(1, stopping="terminated", printed=f"{KILLED} ***") == 1
+    assert job.reason == BY_SIGNAL
+    assert job.asked == AGAIN
+
+
+@pytest.mark.parametrize(("state", "stopped"), [("RUNNING", True), ("CANCELLED", False)])
+def test_a_script_that_somebody_stops_stops_its_step(job: Job, state: str, stopped: bool) -> None:
+    """Slurm itself tells all, unlike scancel --batch --signal=TERM."""
+    job.environ["STATE"] = state
+    scancel = job.run_dir / "bin/scancel"
+    scancel.write_text('#!/bin/sh\necho "scancel $*" >>"$CALLS"\n')
+    scancel.chmod(0o755)
+    (job.folder(0) / "began-0").write_text("3\n")
+    assert job.run("_step=$$; stopped_by_slurm") == 0
+    assert ("scancel --signal=TERM 7.3" in job.asked) is stopped
+    assert (job.folder(0) / "stopping").exists() is stopped
+
+
+@pytest.mark.parametrize(
+    ("printed", "word"),
+    [(f"{KILLED} ***", "cancelled"), (f"{KILLED} DUE TO TIME LIMIT ***", "walltime")],
+)
+def test_a_job_that_is_cancelled_while_it_decides_is_not_queued_again(
+    job: Job, printed: str, word: str
+) -> None:
+    """Slurm would start it again, which is right where its time is over."""
+    job.environ["STATE"] = "COMPLETING"
+    assert job.conclude(1, stopping="walltime", printed=printed) == 1
+    assert job.reason.startswith(f"{word}: ")
+    assert job.asked == ([] if word == "cancelled" else AGAIN)
+
+
+SRUN = """#!/bin/sh
+echo "srun: error: %s" >&2
+exit %d
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        ("Node failure on node1", 0, "node_failure: down: node1; queued again\n"),
+        (
+            "Unable to contact slurm controller (connect failure)",
+            1,
+            "retryable: srun could not start torchrun: Unable to contact slurm controller "
+            "(connect failure) (exit status 1); queued again\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("requeue", [0, 1])
+def test_what_srun_says_is_the_reason_where_torchrun_says_nothing(
+    tmp_path: Path, error: str, status: int, reason: str, requeue: int
+) -> None:
+    """srun ends with 0 where Slurm has lost a node: no step was made for that."""
+    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
+    (tmp_path / "bin/srun").write_text(SRUN % (error, status))
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    with (tmp_path / "job.log").open("a") as log:
+        argv = ["bash", str(script), str(run_dir)]
+        done = subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
+    assert done.returncode == 1
+    written = run_dir / "logs/attempt-0/reason"
+    assert (written.read_text() if requeue else written.exists()) == (reason if requeue else False)
 
 
 @pytest.mark.parametrize(("began", "word"), [(False, "cancelled"), (True, "done")])
@@ -429,6 +629,23 @@ def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
     assert [line for line in job.asked if line != "ping"] == asked
 
 
+def test_an_attempt_that_was_killed_before_it_knew_its_nodes_has_lost_none(job: Job) -> None:
+    """sinfo without nodes would name any that is down."""
+    job.attempt = 1
+    job.environ["DOWN"] = "n9"
+    (job.folder(0) / "reason").write_text("terminated: by Slurm; killed soon after\n")
+    assert job.run("complete_previous_attempt") == 0
+    assert (job.folder(0) / "reason").read_text() == "terminated: by Slurm; killed soon after\n"
+    assert not (job.folder(0) / "failing_node").exists()
+
+
+def test_an_attempt_that_was_killed_while_it_decided_decides_no_more(job: Job) -> None:
+    job.attempt = 1
+    (job.folder(0) / "reason").write_text("node_failure: down: n2; deciding\n")
+    assert job.run("complete_previous_attempt") == 0
+    assert (job.folder(0) / "reason").read_text() == "node_failure: down: n2; killed soon after\n"
+
+
 def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> None:
     """Behind a cut cable it went on while Slurm started the next one elsewhere."""
     job.had(0, "lost", step=50)
@@ -442,8 +659,10 @@ def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> N
 
 
 def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Job) -> None:
+    """Its script has heard no signal, which came before bash had begun."""
     job.environ["RESTARTS"] = "1"
     assert job.conclude(1) == 1
+    assert job.reason == "requeued: by Slurm, which has not said why; queued again"
     assert job.asked == []
 
 
@@ -462,7 +681,7 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> Non
     ("down", "restarts", "stopping", "reason"),
     [
         ("n2", "1", "terminated", "node_failure: down: n2; queued again; "),
-        ("", "1", "terminated", "preempted: Slurm has taken the nodes; queued again; "),
+        ("", "1", "terminated", "requeued: by Slurm, which has not said why; queued again; "),
         ("", "0", "terminated", "cancelled: by scancel; "),
         ("", "0", "walltime", "walltime: out of time; "),
         ("", "0", "cancelled", "cancelled: by toolkit cancel; "),
@@ -485,7 +704,10 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
 @pytest.mark.parametrize(
     ("stopping", "left"),
     [
-        ("terminated", "preempted: Slurm has taken the nodes; queued again; killed soon after"),
+        (
+            "terminated",
+            "requeued: by Slurm, which has not said why; queued again; killed soon after",
+        ),
         ("walltime", "walltime: out of time; deciding"),
     ],
 )
