@@ -6,6 +6,7 @@ nowhere else.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 TOOLKIT = Path(sys.executable).parent / "toolkit"
+
+_PASSWD = Path("/etc/passwd")
 
 _SSHD = """\
 Port {port}
@@ -66,7 +69,8 @@ exec sleep infinity
 
 def missing() -> str | None:
     """Say what a laptop with a login node lacks here."""
-    programs = [name for name in ("sshd", "rsync", "git", "unshare") if shutil.which(name) is None]
+    needed = ("sshd", "rsync", "git", "unshare", "tcsh")
+    programs = [name for name in needed if shutil.which(name) is None]
     return f"needs {', '.join(programs)}: tests/packages.sh" if programs else None
 
 
@@ -115,13 +119,18 @@ class Laptop:
             )
         )
 
-    def start_sshd(self) -> None:
-        """Start it, unless it runs."""
+    def start_sshd(self, shell: str | None = None) -> None:
+        """Start it, unless it runs; with another login shell than the user's own."""
         if self.sshd is not None and self.sshd.poll() is None:
             return
         Path("/run/sshd").mkdir(exist_ok=True)
         options = ["-D", "-f", str(self._keys / "sshd_config"), "-E", str(self._log)]
         argv = [str(shutil.which("sshd")), *options]
+        if shell is not None:
+            passwd = self._keys / "passwd"
+            passwd.write_text(re.sub("(?m)^(root:.*:).*$", rf"\1{shell}", _PASSWD.read_text()))
+            bound = f'mount --bind {passwd} {_PASSWD} && exec "$@"'
+            argv = ["unshare", "--mount", "sh", "-c", bound, "sh", *argv]
         self.sshd = subprocess.Popen(argv, env={"PATH": os.environ["PATH"]})
         while True:
             with socket.socket() as tried:

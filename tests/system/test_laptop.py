@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -188,6 +189,32 @@ def test_a_login_node_whose_shells_print_gives_the_right_answers(
         "KillWait is 5s"
         in laptop.run(TOOLKIT, "check", job, "--to", "away.yaml", "--server").stdout
     )
+
+
+@pytest.fixture
+def cshrc(laptop: Laptop) -> Iterator[Path]:
+    """A user whose login shell is a csh, and its file."""
+    laptop.stop_sshd()
+    laptop.start_sshd(shell=str(shutil.which("tcsh")))
+    yield laptop.home / ".cshrc"
+    (laptop.home / ".cshrc").unlink()
+    laptop.stop_sshd()
+
+
+def test_a_csh_whose_file_prints_is_named(cshrc: Path, laptop: Laptop) -> None:
+    quiet, fix = "if (! $?prompt) exit\n", "or ~/.cshrc with `if (! $?prompt) exit`"
+    cshrc.write_text(quiet)
+    uri = laptop.toolkit("submit", held(laptop), "--to", "later.yaml").strip()
+    assert status(laptop, uri)["state"] == "PENDING"
+    cshrc.write_text("echo Hello from cshrc; echo '12345'\n")
+    assert str(status(laptop, uri)["reason"]).endswith(fix)
+    again = laptop.run(TOOLKIT, "submit", held(laptop), "--to", "later.yaml")
+    assert (again.returncode, fix in again.stderr) == (1, True)
+    cshrc.write_text(quiet)
+    assert [run["uri"] for run in json.loads(laptop.toolkit("list", "--json"))] == [uri]
+    laptop.toolkit("cancel", uri)
+    assert status(laptop, uri)["state"] == "CANCELLED"
+    assert jobs(laptop, "%i") == []
 
 
 def test_a_shell_that_prints_into_rsync_is_named_and_nothing_is_left(laptop: Laptop) -> None:

@@ -566,6 +566,29 @@ def test_what_srun_says_is_the_reason_where_torchrun_says_nothing(
     assert (written.read_text() if requeue else written.exists()) == (reason if requeue else False)
 
 
+ENDED_ONCE = """#!/bin/sh
+if [ "$2" = hostnames ] && mkdir "$0.ended" 2>/dev/null; then kill -TERM $$; fi
+exec "$0.own" "$@"
+"""
+
+
+def test_a_scontrol_that_slurm_ends_with_the_script_is_asked_again(tmp_path: Path) -> None:
+    """Its TERM may reach the script a moment later."""
+    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.rename(f"{scontrol}.own")
+    scontrol.write_text(ENDED_ONCE)
+    scontrol.chmod(0o755)
+    (tmp_path / "bin/srun").write_text(SRUN % ("this far", 1))
+    script = tmp_path / "script.sh"
+    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
+    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
+    with (tmp_path / "job.log").open("a") as log:
+        argv = ["bash", str(script), str(run_dir)]
+        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
+    assert "this far" in (run_dir / "logs/attempt-0/reason").read_text()
+
+
 @pytest.mark.parametrize(("began", "word"), [(False, "cancelled"), (True, "done")])
 def test_a_torchrun_that_is_stopped_before_its_ranks_began_is_not_done(
     job: Job, began: bool, word: str
