@@ -68,6 +68,12 @@ def policies() -> tuple[Object, ...]:
     return documents("ValidatingAdmissionPolicy")
 
 
+def test_no_default_in_a_list_is_left_to_the_server() -> None:
+    """`kubectl apply` of the same file would find a change each time."""
+    rules = [r for p in policies() for r in p["spec"]["matchConstraints"]["resourceRules"]]
+    assert {rule["scope"] for rule in rules} == {"Namespaced"}
+
+
 @functools.cache
 def rights_of(account: str) -> frozenset[tuple[str, str, str]]:
     """Return the rights of an account as groups, resources and verbs."""
