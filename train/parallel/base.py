@@ -16,6 +16,7 @@ from ..model.prepare import prepare
 from ..model.trees import Tree, mapped
 from ..tasks.base import model_of
 from .consistency import Inventory, check_alike, check_unchanged
+from .replacement import Originals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,7 +108,7 @@ class Strategy(ABC):
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         self.parts, self.task = parts, parts.task
         # Before the strategy cuts it.
-        self._given = Inventory.of([model])
+        self._given, self._originals = Inventory.of([model]), Originals(model)
         self.shard = parts.layout.shard(parts.group.rank_info.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)
@@ -128,6 +129,10 @@ class Strategy(ABC):
         check_alike(self._given, group, task=self.task.name)
         made = Inventory.of(self.modules())
         check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
+        # A pipeline's ranks hold a stage each.
+        own = self._originals.problem(self.modules(), hooks=not config.infers)
+        if problem := next(filter(None, group.gather(own)), ""):
+            raise UsageError(f"{how}: task {self.task.name!r}: {problem}")
 
     def describe(self) -> str:
         """Describe which part of the model is where, or what was chosen, if it is worth a line."""

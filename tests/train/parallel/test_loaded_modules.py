@@ -19,7 +19,7 @@ OF_OTHERS = (
     "train.dryrun",
     "train.failure.diagnose",
 )
-OF_DDP = {"base", "consistency", "ddp", "layout", "pipeline", "pipeline.split"}
+OF_DDP = {"base", "consistency", "ddp", "layout", "pipeline", "pipeline.split", "replacement"}
 RUN = """
 import json, pathlib, sys
 from train.__main__ import main

@@ -116,10 +116,19 @@ class Pipelined(Strategy):
         problem = ""
         if len(batch):
             try:
-                self.passed(self._slice.of(batch.part(0, 1)).inputs)
+            in_parts = schedule in split.TWO_PASSES
+            borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
+                with borrowed:
+                    self.passed(self._slice.of(batch.part(0, 1)).inputs)
             except UsageError as error:
                 problem = str(error)
         if problems := [one for one in self.parts.group.gather(problem) if one]:
+            if borrowed.problem:
+                problem = (
+                    f"--pp {layout.pp} --pp-schedule {schedule}: task {self.task.name!r}: "
+                    f"{borrowed.problem}; take it from its module in forward(), have pieces() name "
+                    "a module around both, or use --strategy fsdp"
+                )
             raise UsageError(problems[0])
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)

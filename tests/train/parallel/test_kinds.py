@@ -1,0 +1,110 @@
+"""Kinds of models that strategies once trained otherwise: now as in one process, or refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.support import kinds
+from tests.train.support.ladder import Recording, merged
+from tests.train.support.making import trainer_for
+from tests.train.support.ranks import on_ranks
+from train.errors import UsageError
+
+FILE = Path(kinds.__file__)
+# Double precision has 2.2e-16; what was wrong was off by 1e-4 and more.
+MOST = 1e-9
+COMMON: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "global_batch": 12}
+DDP = {"strategy": "ddp"}
+FSDP = {"strategy": "fsdp"}
+META = {"strategy": "fsdp", "meta_init": True}
+EXACT = {"strategy": "ddp", "reduce": "exact", "virtual_shards": 4}
+TP = {"strategy": "tp"}
+PP = {"strategy": "pp", "micro_batch": 3}
+ZB = {**PP, "pp_schedule": "ZBVZeroBubble"}
+RIGHT = ""
+
+Case = tuple[str, dict[str, Any], str]
+"""Task, options, and the message that refuses it; '' where it trains as one process does."""
+
+HOOKED = r".*parameter 'first\.0\.weight' has a hook \(register_\w+\(\)\), which would never run.*"
+HELD = r".*{} '{}' beside its module, and would keep the initial values for ever.*"
+LIST = HELD.format("attribute 'list' of module 'middle.0' refers to", "middle.0.weight")
+CLOSURE = HELD.format("closure.* refers to", "middle.0.weight")
+VIEW = HELD.format("attribute 'held' of module 'middle.0' refers to", "middle.0.weight")
+MEMORY = HELD.format("attribute 'held' .* shares the memory of", "middle.0.weight")
+
+TWO: list[Case] = [
+    *(("Kind", how, RIGHT) for how in (DDP, FSDP, META, EXACT, TP, PP, ZB)),
+    # Hooks on parameters that are replaced.
+    *((task, how, RIGHT) for task in ("Masked", "Accumulated") for how in (DDP, EXACT, PP)),
+    *((task, how, HOOKED) for task in ("Masked", "Accumulated") for how in (FSDP, TP)),
+    ("Masked", META, HOOKED),
+    # Parameters that are held beside their module.
+    *((task, how, RIGHT) for task in ("Listed", "Closed", "Viewed") for how in (DDP, EXACT, PP)),
+    *(
+        (task, how, words)
+        for how in (FSDP, META)
+        for task, words in (
+            ("Listed", LIST), ("Closed", CLOSURE), ("Viewed", VIEW), ("InMemory", MEMORY),
+        )
+    ),
+    *((task, ZB, RIGHT) for task in ("Listed", "Closed")),
+    ("Viewed", ZB, r".* a view of parameter 'middle\.0\.weight' that was made with the model.*"),
+    *(
+        ("Lent", how, r".* uses parameter 'first\.0\.bias', which another stage holds.*")
+        for how in (PP, ZB)
+    ),
+]  # fmt: skip
+
+
+def outcome(
+    rank: int, ranks: int, folder: Path, task: str, chosen: dict[str, Any]
+) -> tuple[str, dict[str, Tensor], list[float]]:
+    """The refusal, or weights and losses after some steps."""
+    try:
+        config = {**COMMON, **chosen, "task": f"{FILE}:{task}"}
+        trainer = trainer_for(rank, ranks, folder, **config)
+        trainer.resume()
+        record = Recording(trainer)
+    except UsageError as error:
+        return str(error), {}, []
+    return "", merged(trainer.group, record.final), record.losses
+
+
+def all_of(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[str]:
+    """What is wrong with each case on this rank; '' of those that are right."""
+    torch.set_default_dtype(torch.float64)
+    found, alone = [], {}
+    for number, (task, chosen, _) in enumerate(cases):
+        if task not in alone:
+            alone[task] = outcome(0, 1, folder / f"{number}-alone", task, {})
+        text, weights, losses = outcome(rank, ranks, folder / str(number), task, chosen)
+        _, expected, its_losses = alone[task]
+        if not text:
+            far = max(
+                *(abs(a - b) for a, b in zip(losses, its_losses, strict=True)),
+                *(float((weights[name] - t).abs().max()) for name, t in expected.items()),
+            )
+            text = f"differs by {far}" if not far < MOST else ""
+        found.append(text)
+    return found
+
+
+def check(cases: list[Case], ranks: int, folder: Path) -> None:
+    wrong = []
+    for rank, found in enumerate(on_ranks(ranks, all_of, ranks, cases, folder)):
+        for (task, chosen, words), text in zip(cases, found, strict=True):
+            if not re.fullmatch(words, text, re.DOTALL):
+                wrong.append(f"{task} {chosen} on rank {rank}: {text or 'trained'}")
+    if wrong:
+        pytest.fail("\n".join(wrong))
+
+
+def test_two_ranks_train_each_kind_as_one_process_or_refuse_it(tmp_path: Path) -> None:
+    check(TWO, 2, tmp_path)

@@ -1,0 +1,153 @@
+"""Models that do by hand what strategies must know of: one kind of model per task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from train.data.order import Batch
+from train.tasks.base import Task
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Four layers, the pieces of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = [nn.Linear(6, WIDTH)]
+        self.first = nn.Sequential(*self.entry, nn.Tanh())
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.third = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.third(self.middle(self.first(x))))
+        return outputs
+
+
+class Kind(Task):
+    """Fit 48 numbers."""
+
+    name = "kind"
+    cut = False
+    """Whether units of sharded data parallel are the layers, rather than the model."""
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def train(self) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(48, 6, generator=generator, dtype=torch.float64)
+        return Batch(inputs=inputs, targets=inputs[:, :1].sin() + 0.5 * inputs[:, 1:2])
+
+    def test(self) -> Batch:
+        return self.train().part(0, 10)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum()
+
+    def pieces(self, model: nn.Module) -> list[str]:
+        return ["first", "middle", "third", "last"]
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> dict[str, ParallelStyle]:
+        return {"first.0": ColwiseParallel(), "middle.0": RowwiseParallel()}
+
+
+# Hooks on parameters.
+
+
+class Masked(Kind):
+    """A hook keeps a row of the first matrix as it is."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        mask = torch.ones(WIDTH, 1)
+        mask[0] = 0.0
+        model.entry[0].weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
+        return model
+
+
+class Accumulated(Kind):
+    """The same, when the gradient has been added up."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+
+        def mask(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad[0] = 0.0
+
+        model.entry[0].weight.register_post_accumulate_grad_hook(mask)  # type: ignore[no-untyped-call]
+        return model
+
+
+# Parameters that something else holds.
+
+
+class Scaled(nn.Module):
+    """A layer that multiplies by some of its own parameters."""
+
+    held: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH).add(0.1))
+        weight = self.weight
+        if how == "list":
+            self.list = {"of": [weight]}
+        elif how == "view":
+            self.held = weight.t()
+        elif how == "memory":
+            self.held = weight.detach()
+        ways: dict[str, Callable[[], Tensor]] = {
+            "list": lambda: self.list["of"][0],
+            "closure": lambda: weight,
+        }
+        self.get = ways.get(how, lambda: self.held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight + x @ self.get())
+
+
+class Listed(Kind):
+    how = "list"
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.middle[0] = Scaled(self.how)
+        return model
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> dict[str, ParallelStyle]:
+        return {"first.0": ColwiseParallel(output_layouts=Replicate())}
+
+
+class Closed(Listed):
+    how = "closure"
+
+
+class Viewed(Listed):
+    how = "view"
+
+
+class InMemory(Listed):
+    how = "memory"
+
+
+class Lent(Kind):
+    """A layer adds the bias of an earlier one, which it does not have itself."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        bias = model.entry[0].bias
+        model.last.register_forward_hook(lambda module, inputs, outputs: outputs + bias.sum())
+        return model

@@ -1,0 +1,201 @@
+"""Does anything still refer to the tensors that a strategy has replaced?
+
+Sharding, tensor parallelism and `--meta-init` put other objects in the place of a model's
+parameters and buffers. What refers to the old ones stays behind: a hook never runs again, and a
+list, a closure or a view made in `__init__()` keeps the initial weights for ever.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from ..model.trees import tensors_of
+from .consistency import named_tensors
+
+DEEP = 3
+"""How many containers deep the holder of a tensor is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Original:
+    tensor: "weakref.ref[Tensor]"
+    storage: StorageWeakRef | None
+    hooked: str
+
+
+class Originals:
+    """A model's parameters and buffers as they are before a strategy cuts it; keeps none alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._by_name = {
+            name: _Original(
+                tensor=weakref.ref(tensor), storage=_storage(tensor), hooked=_hook(tensor)
+            )
+            for name, tensor in named_tensors(model).items()
+        }
+
+    def problem(self, modules: Iterable[nn.Module], *, hooks: bool) -> str:
+        """Describe what still refers to a tensor that `modules` no longer have; '' if nothing does.
+
+        `hooks`: the model is trained, so that hooks on parameters matter.
+        """
+        modules = list(modules)
+        now = {name: t for module in modules for name, t in named_tensors(module).items()}
+        replaced = {
+            name: original
+            for name, original in self._by_name.items()
+            if name in now and original.tensor() is not now[name]
+        }
+        for name, original in replaced.items():
+            if hooks and original.hooked:
+                return (
+                    f"parameter {name!r} has a hook ({original.hooked}), which would never run: "
+                    "the parameter is replaced by a part of it; do the same in forward(), or to "
+                    "the loss, or use --strategy ddp"
+                )
+        # Most models hold no tensor twice, and then nothing need be collected.
+        if not _held(replaced, now):
+            return ""
+        # Modules whose forward() has been replaced are cycles, and go only now.
+        gc.collect()
+        for name, (holds, original) in _held(replaced, now).items():
+            place = _holder(modules, original) or (
+                "a list, a dict, a closure or a view that was made with the model"
+            )
+            return (
+                f"{place} {holds} {name!r} beside its module, and would keep the initial "
+                "values for ever, as the tensor is replaced; take it from its module where it is "
+                "used (in forward(), `self.layer.weight`), or use --strategy ddp"
+            )
+        return ""
+
+    def watch_stages(self, stages: Sequence[nn.Module], *, in_parts: bool) -> "Borrowed":
+        """Watch for parameters that a rank's stages use without having them.
+
+        `in_parts`: the backward pass goes through each stage's graph in two parts, one of which
+        finds parameters by the stage's modules.
+        """
+        alive = {
+            id(tensor): name
+            for name, original in self._by_name.items()
+            if (tensor := original.tensor()) is not None
+        }
+        return Borrowed(stages, alive, in_parts=in_parts)
+
+
+class Borrowed(TorchFunctionMode):
+    """Looks at what the functions of a forward pass through some stages are given."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], originals: Mapping[int, str], *, in_parts: bool
+    ) -> None:
+        super().__init__()
+        self._stages, self._originals, self._in_parts = stages, originals, in_parts
+        self._own = {id(parameter) for stage in stages for parameter in stage.parameters()}
+        self.problem = ""
+        """What is wrong with the first of them; '' if nothing is."""
+
+    def __enter__(self) -> "Borrowed":
+        self._handles = [
+            stage.register_forward_pre_hook(self._enter_stage)
+            for stage in self._stages
+            if self._in_parts
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter_stage(self, stage: nn.Module, inputs: object) -> None:
+        self._own = {id(parameter) for parameter in stage.parameters()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_of((args, dict(kwargs or {}))) if not self.problem else ():
+            view = tensor._base is not None and id(tensor) not in self._originals
+            name = self._originals.get(id(tensor._base) if view else id(tensor))
+            if name is None:
+                continue
+            if id(tensor._base if view else tensor) not in self._own:
+                self.problem = f"a stage uses parameter {name!r}, which another stage holds"
+            elif view and self._in_parts and tensor.grad_fn is not None:
+                self.problem = (
+                    f"a stage uses a view of parameter {name!r} that was made with the model, "
+                    "through which this schedule finds no gradient"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _held(
+    replaced: Mapping[str, _Original], now: Mapping[str, Tensor]
+) -> dict[str, tuple[str, _Original]]:
+    """Find the replaced tensors that are still referred to, or whose memory is."""
+    used = {storage.cdata for tensor in now.values() if (storage := _storage(tensor))}
+    held = {}
+    for name, original in replaced.items():
+        storage = original.storage
+        if original.tensor() is not None:
+            held[name] = "refers to", original
+        elif storage is not None and storage.cdata not in used and not _expired(storage):
+            held[name] = "shares the memory of", original
+    return held
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # What torch packs into types of its own has no storage.
+    with suppress(RuntimeError, NotImplementedError):
+        return StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+    return None
+
+
+def _expired(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]  # torch's
+
+
+def _hook(tensor: Tensor) -> str:
+    """Name the function that has registered a hook on a tensor; '' if none has."""
+    if tensor._backward_hooks:
+        return "register_hook()"
+    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return "register_post_accumulate_grad_hook()" if accumulated else ""
+
+
+def _holder(modules: Sequence[nn.Module], original: _Original) -> str:
+    """Name the attribute of a module that holds a tensor or its memory; '' if none does."""
+    wanted = original.tensor()
+    for module in modules:
+        for name, owner in module.named_modules():
+            for attribute, value in vars(owner).items():
+                if attribute in ("_parameters", "_buffers", "_modules"):
+                    continue
+                for tensor in _tensors_in(value, DEEP):
+                    storage = _storage(tensor)
+                    same = storage and original.storage and storage.cdata == original.storage.cdata
+                    if tensor is wanted or same:
+                        place = f"module {name!r}" if name else "the model"
+                        return f"attribute {attribute!r} of {place}"
+    return ""
+
+
+def _tensors_in(value: Any, deep: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif deep and isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each, deep - 1)
+    elif deep and isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from _tensors_in(each, deep - 1)
