@@ -447,6 +447,15 @@ def test_a_pod_that_comes_back_when_the_others_are_done_is_done(tmp_path: Path) 
     assert (first.runs / "ran").exists()
 
 
+def test_the_only_pod_is_not_run_again_once_it_is_done(tmp_path: Path) -> None:
+    """It may be preempted before the operator has seen that it is done; without an outcome, too."""
+    pod = Pod(tmp_path)
+    runs = 'echo >>"$TRAIN_RUN_DIR/ran"'
+    for start, times in (("uid-1", 1), ("uid-1", 1), ("uid-2", 2)):
+        assert pod.run(runs, TRAIN_START=start) == DONE
+        assert len((pod.runs / "ran").read_text()) == times
+
+
 def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
     pod.program("sleep", "#!/bin/sh\n")
