@@ -180,7 +180,8 @@ _STARTED = PHASES[1:]
 _UNSAID = r"|^requeued: by Slurm, which has not said why"
 _TAKEN = rf"^preempted: Slurm has taken the nodes{_UNSAID}"
 _LOST = r"^node_failure: |^lost: |^retryable: srun could not start "
-_TERM = r"^preempted: stopped "
+# In the phase "srun", the site's TaskProlog may be what gets the signal.
+_TERM = r"^preempted: stopped |^retryable: TaskProlog failed "
 _SCRIPT, _BOTH = (functools.partial(terminate, option=option) for option in ("--batch", "--full"))
 
 HITS = (
@@ -193,9 +194,9 @@ HITS = (
         what="cable cut", inject=_bind(lose_node, how="cut"), reason=_LOST, failures=1,
         settle=find_node, phases=_STARTED, slow=True,
     ),
-    Hit(what="TERM to the steps", inject=terminate, reason=_TERM, phases=_STARTED),
+    Hit(what="TERM to the steps", inject=terminate, reason=_TERM, failures=1, phases=_STARTED),
     Hit(what="TERM to the script", inject=_SCRIPT, reason=_TERM, phases=_STARTED),
-    Hit(what="TERM to both", inject=_BOTH, reason=_TERM, phases=_STARTED),
+    Hit(what="TERM to both", inject=_BOTH, reason=_TERM, failures=1, phases=_STARTED),
     Hit(what="preemption", inject=preempt, reason=_TAKEN, phases=_STARTED),
     Hit(what="preemption, grace", inject=preempt, reason=_TAKEN, phases=_STARTED, slow=True),
     Hit(what="scancel", inject=scancel, reason=r"^cancelled: by scancel", ends=True),

@@ -531,20 +531,29 @@ def test_a_job_that_is_cancelled_while_it_decides_is_not_queued_again(
 
 
 SRUN = """#!/bin/sh
-echo "srun: error: %s" >&2
+echo "%s" >&2
 exit %d
 """
+PROLOG_FAILED = (
+    "slurmstepd-node1: error: TaskProlog failed status=1\n"
+    "srun: error: node1: task 0: Exited with exit code 1"
+)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        ("Node failure on node1", 0, "node_failure: down: node1; queued again\n"),
+        ("srun: error: Node failure on node1", 0, "node_failure: down: node1; queued again\n"),
         (
-            "Unable to contact slurm controller (connect failure)",
+            "srun: error: Unable to contact slurm controller (connect failure)",
             1,
             "retryable: srun could not start torchrun: Unable to contact slurm controller "
             "(connect failure) (exit status 1); queued again\n",
+        ),
+        (
+            PROLOG_FAILED,
+            137,
+            "retryable: TaskProlog failed status=1 on node1 (exit status 137); queued again\n",
         ),
     ],
 )
@@ -561,7 +570,7 @@ def test_what_srun_says_is_the_reason_where_torchrun_says_nothing(
     with (tmp_path / "job.log").open("a") as log:
         argv = ["bash", str(script), str(run_dir)]
         done = subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
-    assert done.returncode == 1
+    assert done.returncode == (status or 1)
     written = run_dir / "logs/attempt-0/reason"
     assert (written.read_text() if requeue else written.exists()) == (reason if requeue else False)
 
@@ -579,7 +588,7 @@ def test_a_scontrol_that_slurm_ends_with_the_script_is_asked_again(tmp_path: Pat
     scontrol.rename(f"{scontrol}.own")
     scontrol.write_text(ENDED_ONCE)
     scontrol.chmod(0o755)
-    (tmp_path / "bin/srun").write_text(SRUN % ("this far", 1))
+    (tmp_path / "bin/srun").write_text(SRUN % ("srun: error: this far", 1))
     script = tmp_path / "script.sh"
     job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
