@@ -19,6 +19,7 @@ from .profiling.capture import Profiler
 from .rundir.console import figures
 from .rundir.files import TrainingProgress, read_lines
 from .runtime.signals import StopRequest
+from .tasks.base import item_count
 
 
 class Trainer:
@@ -57,7 +58,7 @@ class Trainer:
         if len(self.test):
             # A value that is not a tensor is refused now, not after an epoch.
             self.test.take(first)
-        self.expected_count = max(task.count(sample.targets), 1) * config.global_batch
+        self.expected_count = max(item_count(task, sample.targets), 1) * config.global_batch
 
     @property
     def epoch(self) -> int:
@@ -291,7 +292,8 @@ class Trainer:
             "epoch", step=progress.step, **place, **progress.metrics, seconds=seconds
         )
         done = f"step {progress.step}/{progress.steps}, epoch {self.epoch}"
-        self.console.say(f"{done}: {figures(progress.metrics)}")
+        untested = "" if len(self.test) else " · nothing is tested, as test() has no samples"
+        self.console.say(f"{done}: {figures(progress.metrics)}{untested}")
         return True
 
     def close(self) -> None:

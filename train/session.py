@@ -24,6 +24,7 @@ from .errors import (
 )
 from .failure.record import fail, tell_torchrun
 from .loop import Trainer
+from .model import dropout
 from .model.gradients import LossScaler
 from .model.optimizer import NamedOptimizer
 from .parallel.base import Parts
@@ -39,7 +40,7 @@ from .runtime.phases import Phases
 from .runtime.process_group import RankGroup, open_group
 from .runtime.rank import RankInfo
 from .runtime.signals import StopRequest
-from .tasks.base import Task
+from .tasks.base import Task, sketch_of
 
 BEFORE_FIRST_STEP_S = 10.0
 """How long a stop waits for a checkpoint to be loaded, or for the first step to be compiled."""
@@ -244,6 +245,9 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     )
     if description := trainer.strategy.describe():
         trainer.console.say(description)
+    if config.dropout is not None:
+        described = dropout.describe(sketch_of(parts.task))
+        trainer.console.say(f"--dropout {config.dropout} {described}")
 
 
 def finish(trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """Resuming: finding the newest valid checkpoint that any rank can see, and loading it.
 
-A checkpoint that cannot be read, or is of another model, raises a CheckpointError on all ranks.
+A checkpoint that cannot be read raises a CheckpointError on all ranks, one of another model a
+UsageError.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from ..parallel.base import copy_part
 from ..runtime.process_group import RankGroup
 from . import store
@@ -133,11 +134,15 @@ def describe(
 def load(
     run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill this rank's tensors in place, however the ranks that wrote them were arranged."""
+    """Fill this rank's tensors in place, however the ranks that wrote them were arranged.
+
+    Raises:
+        UsageError: on all ranks; the checkpoint holds other tensors, or some of another shape.
+    """
     path = resumption.position.path(run_dir)
     own: Listing = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if differing := differences(resumption.listing, group.gather(own)):
-        raise CheckpointError(
+        raise UsageError(
             f"checkpoint {path} is of another model: give this run another --run-dir, or the "
             "model of the checkpoint:\n" + "\n".join(f"  {line}" for line in differing)
         )

@@ -27,6 +27,9 @@ class AtLeast:
     least: float
 
 
+EXACT = ("virtual_shards", "micro_batch", "precision", "tf32")
+"""Fields that make it another run when they change, with `--reduce exact` only."""
+
 Count = Annotated[int, AtLeast(1)]
 Natural = Annotated[int, AtLeast(0)]
 
@@ -211,7 +214,7 @@ class Config:
             names += ["steps", "epochs"]
         if self.reduce == "exact":
             # Equal bits are promised only for the same slices and the same numeric formats.
-            names += ["virtual_shards", "micro_batch", "precision", "tf32"]
+            names += EXACT
         return {name: getattr(self, name) for name in names}
 
     def total_steps(self, train_samples: int) -> int:

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ..errors import UsageError
 from ..model import trees
@@ -84,7 +84,8 @@ class DatasetReader:
         task: str = "",
     ) -> None:
         """Read by `workers` processes, or in this one; for a device (default: the CPU)."""
-        if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        numbered = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
+        if not numbered or isinstance(samples, IterableDataset):
             raise UsageError(
                 f"the task's data is of type {type(samples).__name__}, which has no numbered "
                 "samples: give a Batch, or a Dataset with __len__() and __getitem__()"

@@ -15,7 +15,7 @@ from ..parallel.layout import OWN_AXIS, Layout, flag
 from ..rundir.console import Console
 from ..runtime.devices import parse_size, written
 from ..runtime.rank import RankInfo
-from ..tasks.base import Task
+from ..tasks.base import Task, sketch_of
 from .counters import ACTIVATIONS, STATE
 from .report import Findings
 from .simulate import EVALUATION, RankCost, Rehearsal, bubbles
@@ -53,7 +53,7 @@ def examine(config: Config, limit: int | None = None) -> Findings:
     task = tasks.load(config.task)
     layout, strategy = config.layout_on(rank_info), config.strategy_on(rank_info)
     ranks = _rehearse(config, task, rank_info)
-    weights = list(task._sketch().parameters())
+    weights = list(sketch_of(task).parameters())
 
     def attempt(other: Config) -> int | None:
         try:

@@ -107,8 +107,14 @@ def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strat
 def evaluate(
     config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, console: Console
 ) -> None:
-    """Measure on the whole test set, and print the metrics."""
+    """Measure on the whole test set, and print the metrics.
+
+    Raises:
+        UsageError: the test set is empty.
+    """
     group, task = strategy.parts.group, strategy.task
+    if not len(test):
+        raise UsageError(f"--evaluate-only: test() of task {task.name!r} has no samples")
     batch = batch_size(config, strategy)
     metrics = measure(task, strategy, group, test, batch=batch)
     if config.json:

@@ -44,7 +44,7 @@ def measure(
     batch: int,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Measure the mean loss and the task's metrics over the whole test set.
+    """Measure the mean loss and the task's metrics over the whole test set; of an empty one, none.
 
     All ranks call this at once, and take at most `batch` samples at a time. Sums are exchanged, not
     means, as the parts differ in size; in double precision, in which the counts of any test set are
@@ -54,6 +54,8 @@ def measure(
         EvaluationStopped: `stop_requested` was true on a rank.
         UsageError: the task's metrics are no figures.
     """
+    if not len(test):
+        return {}
     rows = []
     look_after, started = 1, time.monotonic()
     parts = parts_of(test, batch=batch, shard=strategy.shard, shards=strategy.shards)

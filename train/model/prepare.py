@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from . import batchnorm, compilation
+from ..errors import UsageError
+from . import batchnorm, compilation, dropout
 
 if TYPE_CHECKING:
     from ..cli.config import Config
@@ -21,11 +23,14 @@ def prepare(
     """Apply the options of the command line to a model, in place; its parameters keep their names.
 
     `device` is where the model will run (default: where it is).
+
+    Raises:
+        UsageError: an option would change nothing.
     """
+    if problem := _without_effect(model, task, config):
+        raise UsageError(f"{problem}; leave it out")
     if config.dropout is not None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = config.dropout
+        dropout.apply(model, config.dropout, task=task.name)
     if config.sync_batch_norm:
         model = batchnorm.synchronised(model, device=device)
     if config.activation_checkpointing:
@@ -42,6 +47,26 @@ def prepare(
                 checkpoint, module.forward, use_reentrant=False, context_fn=contexts
             )
     return model
+
+
+def _without_effect(model: nn.Module, task: "Task", config: "Config") -> str:
+    """Describe an option that this model has no use for; '' if there is none."""
+    whose = f"the model of task {task.name!r}"
+    modules = model.modules()
+    if config.sync_batch_norm and not any(isinstance(m, _BatchNorm) for m in modules):
+        return f"--sync-batch-norm has no effect, as {whose} has no batch normalisation"
+    if config.activation_checkpointing and "" in task.pieces(model):
+        return (
+            f"--activation-checkpointing saves no memory, as {whose} is one piece: have pieces() "
+            "name its parts, one after the other"
+        )
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if config.precision != "fp32" and kinds == {torch.float64}:
+        return (
+            f"--precision {config.precision} has no effect, as {whose} is of float64, which "
+            "autocast leaves alone"
+        )
+    return ""
 
 
 def _contexts(module: nn.Module) -> "tuple[AbstractContextManager[None], _StandingBuffers]":

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..model import compilation
 from ..model.prepare import prepare
 from ..model.trees import Tree, mapped
-from ..tasks.base import model_of
+from ..tasks.base import item_count, model_of, modules_on
 from .consistency import Inventory, check_alike, check_unchanged
 from .replacement import Originals
 
@@ -53,7 +53,7 @@ class Parts:
         """
         seed_generators(seed_of("model", self.config.seed), self.group.device)
         torch.manual_seed(self.config.seed)
-        with device or torch.device("cpu"):
+        with modules_on(device or torch.device("cpu")):
             model = model_of(self.task)
         if device is None:
             model = model.to(self.group.device)
@@ -267,7 +267,7 @@ class WholeModel(Strategy):
             torch.autograd.backward(loss, torch.full_like(loss, factor))
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
-        return Sums(loss=loss.detach(), count=self.task.count(batch.targets))
+        return Sums(loss=loss.detach(), count=item_count(self.task, batch.targets))
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -326,7 +326,7 @@ def tally(task: "Task", outputs: Tree, targets: Tree) -> Tally:
         loss=full(one_number(task.loss(outputs, targets), task)),
         # Each rank may have its share of the classes only; the likeliest is one of all.
         score=task.score(mapped(full, outputs), targets),
-        count=task.count(targets),
+        count=item_count(task, targets),
     )
 
 

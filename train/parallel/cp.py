@@ -26,6 +26,7 @@ from ..errors import UsageError, is_collateral
 from ..layers import CausalAttention, Placed
 from ..model.trees import Tree, mapped, named, tensors_of
 from ..runtime.process_group import arrange
+from ..tasks.base import item_count
 from . import pieces
 from .base import Parts, full
 from .layout import Layout
@@ -175,7 +176,8 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
     slices = [SequenceSlice(part=part, layout=layout, task=name).of(batch) for part in range(cp)]
     time = tensors_of(batch.inputs)[0].shape[1] // cp * 2
     two = mapped(lambda tensor: tensor[:1, :time].contiguous(), batch.inputs)
-    counts, whole = [parts.task.count(s.targets) for s in slices], parts.task.count(batch.targets)
+    counts = [item_count(parts.task, s.targets) for s in slices]
+    whole = item_count(parts.task, batch.targets)
     if sum(counts) != whole:
         raise UsageError(
             f"--cp {cp}: count() of task '{name}' gives {whole} for whole sequences, but "

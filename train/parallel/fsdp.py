@@ -72,7 +72,8 @@ def apply(
     them to the last, and its gradients from all of them are added before they are reduced.
 
     Raises:
-        UsageError: a parameter has no dimension that could be shared out.
+        UsageError: a parameter has no dimension that could be shared out, or another type than
+            the parameters that it would be reduced with.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -89,6 +90,7 @@ def apply(
     # No casts by torch: see the top of this file.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     units = own_units(model, pieces)
+    _check_types(model, units, task=task)
     # Last the whole: it takes what no piece has taken.
     for module in [*map(model.get_submodule, units), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -103,6 +105,35 @@ def apply(
             # Parameters that only some ranks' data use are reduced like all others.
             module.set_reduce_scatter_unused_params(True)
     return Units(model, units, task=task)
+
+
+def _check_types(model: nn.Module, units: Sequence[str], *, task: str) -> None:
+    """Refuse units whose trained parameters are of several types: torch reduces them as one.
+
+    Raises:
+        UsageError: names one parameter of each type.
+    """
+    for unit in [*units, ""]:
+        rest = [other for other in units if other != unit]
+        kinds: dict[torch.dtype, str] = {}
+        for name, parameter in model.named_parameters():
+            within = not unit or name.startswith(f"{unit}.")
+            if within and parameter.requires_grad and not _within(name, rest):
+                kinds.setdefault(parameter.dtype, name)
+        if len(kinds) > 1:
+            both = " and ".join(
+                f"{name!r} of {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items()
+            )
+            raise UsageError(
+                f"task {task!r}: sharded data parallel reduces the gradients of "
+                f"{f'piece {unit!r}' if unit else 'all that is no piece of its own'} together, "
+                f"which are of several types ({both}): make them one type, have pieces() name a "
+                "module around each, or use --strategy ddp"
+            )
+
+
+def _within(name: str, pieces: Iterable[str]) -> bool:
+    return any(name.startswith(f"{piece}.") for piece in pieces)
 
 
 def own_units(model: nn.Module, pieces: Sequence[str]) -> list[str]:

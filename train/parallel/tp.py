@@ -35,7 +35,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
 
     Raises:
         UsageError: the task has no plan, or a size cannot be shared by so many ranks, or modules
-            that share a parameter would cut it in different ways.
+            that share a parameter would cut it in different ways, or a layer is parametrized.
     """
     plan = task.tensor_plan(model, ranks=mesh.size(), loss_parallel=config.loss_parallel)
     if not plan:
@@ -50,6 +50,14 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
     ties = consistency.ties_of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    for name in plan:
+        if parametrized := getattr(model.get_submodule(name), "parametrizations", None):
+            raise UsageError(
+                f"--tp {mesh.size()}: tensor_plan() of task {task.name!r} cuts layer {name!r}, "
+                f"whose {next(iter(parametrized))} is computed by a parametrization (weight_norm, "
+                f"orthogonal, ...) of all of it: leave {name!r} out of the plan, or use "
+                "--strategy fsdp"
+            )
     parallelize_module(model, mesh, plan)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..checkpoints import store
-from ..cli.config import Config
+from ..cli.config import EXACT, Config
 from ..errors import CheckpointError, FencedError, RefusedError, UsageError
 from ..runtime.process_group import RankGroup
 from . import untrusted
@@ -246,6 +246,13 @@ def _known_identities(
 
 def differences(there: Identity, here: Identity) -> list[str]:
     """Name the fields in which two identities differ, with both values."""
+    # One flag that adds fields.
+    kinds = ["exact" if EXACT[0] in one else "fast" for one in (there, here)]
+    if kinds[0] != kinds[1]:
+        there, here = (
+            {name: value for name, value in one.items() if name not in EXACT} | {"reduce": kind}
+            for one, kind in zip((there, here), kinds, strict=True)
+        )
     return [
         f"{untrusted.printable(name)}: {_shown(there.get(name))} there, "
         f"{_shown(here.get(name))} here"

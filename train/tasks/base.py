@@ -1,13 +1,15 @@
 """What a task is: a model, data and a loss; everything else has a default."""
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from ..data.order import Batch, Samples, targets_of
 from ..errors import UsageError
@@ -86,7 +88,7 @@ class Task(ABC):
         digest: a corrected comment must not refuse a resume. A task in which more than sizes has
         changed can add that here, such as `{"version": 2}`.
         """
-        parameters = sum(parameter.numel() for parameter in self._sketch().parameters())
+        parameters = sum(parameter.numel() for parameter in sketch_of(self).parameters())
         return {"train_samples": len(self.train()), "parameters": parameters}
 
     def pieces(self, model: nn.Module) -> Sequence[str]:
@@ -123,25 +125,69 @@ class Task(ABC):
             "--sampling balanced"
         )
 
-    def _sketch(self) -> nn.Module:
-        """Make the model without memory for its weights, where it can be made so."""
-        # Operations of a model that no meta tensor can do.
-        with suppress(Exception), torch.device("meta"):
-            return model_of(self)
-        return model_of(self)
+
+@contextmanager
+def modules_on(device: torch.device) -> Iterator[None]:
+    """Have modules made on a device; on `meta` they take no memory.
+
+    A task may load weights from a file into its model: torch warns for each tensor on `meta` that
+    this does nothing there, which would look as if nothing were loaded at all.
+    """
+    with device, warnings.catch_warnings():
+        if device.type == "meta":
+            warnings.filterwarnings("ignore", message=".*is a no-op")
+        yield
 
 
 def model_of(task: Task) -> nn.Module:
     """Make a task's model.
 
     Raises:
-        UsageError: it gave something else.
+        UsageError: it gave something else, or a layer has no shape until it is used.
     """
     model = task.model()
-    if isinstance(model, nn.Module):
-        return model
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"task {task.name!r}: model() gave {type(model).__name__}, which is no torch.nn.Module"
+        )
+    for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(tensor) for tensor in own):
+            raise UsageError(
+                f"task {task.name!r}: layer {name!r} of its model is a {type(module).__name__} "
+                "without shape: sharding, checkpoints and the optimizer need one; give the layer "
+                "its sizes, or pass a sample through the model in model()"
+            )
+    return model
+
+
+def sketch_of(task: Task) -> nn.Module:
+    """Make a task's model without memory for its weights, where it can be made so."""
+    # Operations of a model that no meta tensor can do.
+    with suppress(Exception), modules_on(torch.device("meta")):
+        return model_of(task)
+    return model_of(task)
+
+
+def item_count(task: Task, targets: Tree) -> int:
+    """Count the items that the task's `loss()` sums over.
+
+    Raises:
+        UsageError: it gave something else than a whole number.
+    """
+    count = task.count(targets)
+    if type(count) is int:
+        return count
+    # Such as the sum of a mask.
+    try:
+        whole = int(count)
+        if whole == float(count):
+            return whole
+    except (TypeError, ValueError, RuntimeError):
+        pass
     raise UsageError(
-        f"task {task.name!r}: model() gave {type(model).__name__}, which is no torch.nn.Module"
+        f"task {task.name!r}: count() gave {count!r}; it must be the number of items of the batch "
+        "that loss() sums over"
     )
 
 

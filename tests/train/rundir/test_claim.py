@@ -159,7 +159,7 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     before = json.loads((run_dir / "run.json").read_text())
     # With other shapes it is not this run's, also with --adopt.
     adopt = ("--adopt", f"{old}:Mine")
-    larger = run(f"{new}:Larger", 3, *adopt, attempt=1).finish(1)
+    larger = run(f"{new}:Larger", 3, *adopt, attempt=1).finish(2)
     assert "is of another model" in larger.output()
     assert json.loads((run_dir / "run.json").read_text()) == before
     moved = run(f"{new}:Mine", 4, *adopt, attempt=2).finish()

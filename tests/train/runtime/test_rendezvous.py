@@ -41,6 +41,7 @@ from train.runtime.rendezvous import AGENT_STORE, await_server, meet
 if TYPE_CHECKING:
     from tests.train.conftest import Start
 
+PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
 PATIENCE_S = 300.0
 # As long as ranks wait that come in the end, however busy the machine; less than we wait for them.
 UNHURRIED_S = 240
@@ -452,8 +453,8 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
 
 def limits(rank: int, folder: Path) -> set[float]:
     """How long each group of some ranks waits for one of them, in seconds."""
-    axes = {"pp": 2, "cp": 2, "sync_batch_norm": True}
-    trainer_for(rank, 4, folder, task="chars", micro_batch=2, timeout_s=77, **axes)
+    axes = {"pp": 2, "dp_shard": 2, "sync_batch_norm": True}
+    trainer_for(rank, 4, folder, task=PICTURES, micro_batch=2, timeout_s=77, **axes)
     return {
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         for group in distributed_c10d._world.pg_map

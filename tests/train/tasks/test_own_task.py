@@ -426,6 +426,27 @@ def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> 
             'over the items of the batch (reduction="sum")',
         ),
         (
+            "torch.nn.Linear(*(4, 3))",
+            "torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LazyLinear(3))",
+            "task 'mine.py:Mine': layer '1' of its model is a LazyLinear without shape: sharding, "
+            "checkpoints and the optimizer need one; give the layer its sizes, or pass a sample "
+            "through the model in model()",
+        ),
+        (
+            "return Batch(inputs=torch.zeros(5, 4), targets=torch.zeros(5))",
+            "base = torch.utils.data.IterableDataset\n"
+            "        has = {'__iter__': lambda self: iter(()), '__len__': lambda self: 5}\n"
+            "        return type('Stream', (base,), has)()",
+            "the task's data is of type Stream, which has no numbered samples: give a Batch, or a "
+            "Dataset with __len__() and __getitem__()",
+        ),
+        (
+            "    test = train",
+            "    test = train\n    def count(self, targets):\n        return targets.mean() + 0.5",
+            "task 'mine.py:Mine': count() gave tensor(0.5000); it must be the number of items of "
+            "the batch that loss() sums over",
+        ),
+        (
             "    test = train",
             "    test = train\n    def metrics(self, score, count):\n        return 3.0\n"
             "    def loss(self, outputs, targets):\n        return outputs.sum()\n"
@@ -433,7 +454,7 @@ def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> 
             "task 'mine.py:Mine': metrics() gave 3.0; it must be a dict of numbers by name",
         ),
     ],
-    ids=["model", "targets", "data", "test", "loss", "metrics"],
+    ids=["model", "targets", "data", "test", "loss", "lazy", "stream", "count", "metrics"],
 )
 def test_what_a_method_may_not_give_is_refused_by_name(
     tmp_path: Path, old: str, new: str, message: str

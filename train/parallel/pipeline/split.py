@@ -140,10 +140,21 @@ def check(config: "Config", layout: Layout) -> None:
 
 
 def piece_sizes(model: "nn.Module", task: "Task") -> dict[str, int]:
-    """Count the parameters of each piece of a model, in the order of the forward pass."""
+    """Count the parameters of each piece of a model, in the order of the forward pass.
+
+    Raises:
+        UsageError: a piece is named twice.
+    """
+    names = list(task.pieces(model))
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"task {task.name!r}: pieces() names {twice[0]!r} twice, and each piece has one place "
+            "when a model is cut: register the module under a second name (an nn.Sequential may "
+            "hold it twice), or have pieces() name a module around both uses"
+        )
     return {
         name: sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
-        for name in task.pieces(model)
+        for name in names
     }
 
 

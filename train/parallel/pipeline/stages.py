@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import UsageError
-from ...model.trees import Tree
+from ...model.trees import Tree, mapped
 from ..base import Parts, local
 from ..consistency import named_tensors
 from . import split
@@ -27,6 +27,7 @@ class Stage(nn.Module):
         super().__init__()
         # Underscored: no piece is called so.
         self._names, self._autocast = tuple(names), parts.autocast
+        self._owns = parts.config.pp_schedule in split.TWO_PASSES
         for name in names:
             *path, last = name.split(".")
             home: nn.Module = self
@@ -42,7 +43,9 @@ class Stage(nn.Module):
         with self._autocast():
             for name in self._names:
                 hidden = self.get_submodule(name)(hidden)
-        return hidden
+        # Schedules detach outputs in place, which no view bears: a linear layer gives one for
+        # inputs of three dimensions.
+        return mapped(lambda t: t.clone() if t._is_view() else t, hidden) if self._owns else hidden
 
 
 def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
