@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
 from .data.order import SampleOrder, mixed, seed_generators, seed_of
-from .errors import NonFiniteLoss
+from .errors import NonFiniteLoss, UsageError
 from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
 from .model.optimizer import LearningRate
@@ -145,6 +146,8 @@ class Trainer:
         started = time.monotonic()
         progress, strategy = self.progress, self.strategy
         strategy.begin_step(progress.step + 1)
+        if strategy.writes is not None and not strategy.writes.started:
+            strategy.writes.start(contents=True)
         with self.profiler.data():
             parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
         # A function of the step instead of a generator's state: there is nothing to save or
@@ -152,9 +155,14 @@ class Trainer:
         seed_generators(mixed(self.seed, progress.step), self.group.device)
         divisor = self.expected_count / self.scaler.scale
         sums = strategy.accumulate(parts, 1.0 / divisor)
-        loss, count, stop_flags, changed = self._agree(sums, self.untrained.changed())
+        written = strategy.has_written()
+        loss, count, stop_flags, changed, writers = self._agree(
+            sums, self.untrained.changed(), written
+        )
         if changed:
             self._agree_on_untrained()
+        if writers:
+            self._check_writes(strategy.written() if written else [])
         self.untrained.forget_zeros()
         self.update(loss, count, divisor=divisor, started=started)
         return stop_flags > 0 and self.note_stop(stop_flags)
@@ -185,6 +193,8 @@ class Trainer:
         progress.step += 1
         progress.samples_seen += self.config.global_batch
         self.strategy.after_step(progress.step)
+        if self.strategy.writes is not None:
+            self.strategy.writes.start()
         progress.metrics["loss"] = loss / max(count, 1.0)
         self.directory.metric(
             step=progress.step,
@@ -207,15 +217,16 @@ class Trainer:
             )
         return ranks_signalled > 0
 
-    def _agree(self, sums: Sums, changed: bool) -> tuple[float, float, float, float]:
+    def _agree(self, sums: Sums, changed: bool, written: bool) -> tuple[float, ...]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
         Returns the loss and the count of the whole batch, the number of ranks that were asked to
-        stop, and the number of ranks that have left out other parameters than before.
+        stop, the number of ranks that have left out other parameters than before, and the number
+        of ranks whose passes have written parameters.
         """
         mine = full(sums.loss)
-        loss, count, stop_flags, changes = self.group.sum_with(
-            mine, (sums.count, self.stop.requested, changed)
+        loss, *others = self.group.sum_with(
+            mine, (sums.count, self.stop.requested, changed, written)
         )
         if not math.isfinite(loss):
             finite = math.isfinite(mine.item())
@@ -230,7 +241,25 @@ class Trainer:
                 "another --run-dir; if these samples are sound, the step before has spoilt the "
                 "weights, which --clip-norm would find"
             )
-        return loss, count, stop_flags, changes
+        return (loss, *others)
+
+    def _check_writes(self, mine: Sequence[str]) -> None:
+        """Make sure that what passes have written stays, and is the same on all ranks.
+
+        Raises:
+            UsageError: on all ranks; names the parameters.
+        """
+        names = sorted({name for rank in self.group.gather(mine) for name in rank})
+        problem = self.strategy.lost_write(names)
+        problem = next(filter(None, self.group.gather(problem)), "")
+        if not problem and (unlike := self.strategy.unlike(names)):
+            problem = f"{some_of(unlike)}, on each rank by its own samples"
+        if problem:
+            raise UsageError(
+                f"task {self.task.name!r}: in step {self.progress.step + 1} forward() of its model "
+                f"writes {problem}, which one process would not; write parameters in model() only "
+                "and keep what moves in buffers of floats, or use --strategy single"
+            )
 
     def _agree_on_untrained(self) -> None:
         """Find out what to leave alone in this step; say so the first time."""

@@ -15,8 +15,10 @@ from ..model import compilation
 from ..model.prepare import prepare
 from ..model.trees import Tree, mapped
 from ..tasks.base import item_count, model_of, modules_on
-from .consistency import Inventory, check_alike, check_unchanged
+from .checksum import checksums
+from .consistency import Inventory, check_alike, check_unchanged, differing, named_tensors, some_of
 from .replacement import Originals
+from .writes import Writes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from .fsdp import GradientSync
     from .layout import Layout
 
+_PLAIN = (bool, int, float, str, type(None))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,6 +106,8 @@ class Strategy(ABC):
     """When gradients are reduced, if parameters are sharded."""
     stage_group: "ProcessGroup | None" = None
     """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
+    writes: Writes | None = None
+    """What passes have written of the parameters; `None` before `bind()`."""
     _without_gradient: frozenset[str] = frozenset()
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
@@ -157,6 +162,7 @@ class Strategy(ABC):
     def bind(self, optimizer: "NamedOptimizer") -> None:
         """Get to know the optimizer, which was built from `named_parameters()`."""
         self._optimizer = optimizer
+        self.writes = Writes(dict(self.named_parameters()), self.norm_device)
 
     def warm_up(self, batch: "Batch") -> None:
         """Do what changes on the first steps before the first step, without changing the model."""
@@ -174,6 +180,32 @@ class Strategy(ABC):
         Only those for which zeros stand in, because other ranks may have one.
         """
         return self._without_gradient
+
+    def has_written(self) -> bool:
+        """Whether a pass of this step, or one since the step before, has written a parameter."""
+        return self.writes is not None and self.writes.any()
+
+    def written(self) -> list[str]:
+        """Name the parameters that have been written so."""
+        return [] if self.writes is None else self.writes.names()
+
+    def lost_write(self, names: Sequence[str]) -> str:
+        """Describe why this strategy would not keep what passes have written; '' if it does."""
+        if self.writes is not None and (unequal := self.writes.unequal.intersection(names)):
+            return (
+                f"{some_of(unequal)}, once in each of the step's passes, each time to other values"
+            )
+        return ""
+
+    def unlike(self, names: Sequence[str]) -> list[str]:
+        """Name the parameters that are not the same on all ranks; all ranks call this.
+
+        Of what tensor parallelism cuts, each rank has another part.
+        """
+        group = self.parts.group
+        own = {n: p for n, p in self.named_parameters() if n in names and not is_sharded(p)}
+        sums = checksums(own.values(), self.norm_device).tolist()
+        return differing(dict(zip(own, map(str, sums), strict=True)), group)
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of `factor` times the loss summed over all ranks."""
@@ -223,6 +255,9 @@ class Strategy(ABC):
 class WholeModel(Strategy):
     """A strategy whose every rank holds one module that can run a batch by itself."""
 
+    several_passes = False
+    """Whether a step takes more than one pass on a rank."""
+
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         super().__init__(parts, model)
         self.model = model
@@ -232,6 +267,18 @@ class WholeModel(Strategy):
     def modules(self) -> Sequence[nn.Module]:
         """Return the model."""
         return [self.model]
+
+    def bind(self, optimizer: "NamedOptimizer") -> None:
+        """Get to know the optimizer."""
+        super().bind(optimizer)
+        self.several_passes = self.passes() > 1
+        if self.parts.layout.world_size == 1 and not self.several_passes:
+            # What a step's only pass writes is what one process learns.
+            self.writes = None
+
+    def passes(self) -> int:
+        """Count a step's passes on this rank."""
+        return self.micro_batches()
 
     def micro_batches(self) -> int:
         """Count those of the largest share: all ranks exchange as often."""
@@ -267,15 +314,30 @@ class WholeModel(Strategy):
             torch.autograd.backward(loss, torch.full_like(loss, factor))
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
+        if self.several_passes and self.writes is not None:
+            self.writes.note_pass()
         return Sums(loss=loss.detach(), count=item_count(self.task, batch.targets))
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Make passes without a trace: drop their gradients, put running statistics back."""
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        """Make a pass without a trace: drop its gradients, put back what it has moved.
+
+        That is parameters and buffers, be they saved or not, and what modules count in Python.
+        """
+        tensors = [(t, t.detach().clone()) for t in named_tensors(self.model).values()]
+        buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
+        plain = [
+            (vars(module), {k: v for k, v in vars(module).items() if type(v) in _PLAIN})
+            for module in self.model.modules()
+        ]
         yield
         self.model.zero_grad(set_to_none=True)
-        self.model.load_state_dict(state)
+        for (own, given), (attributes, values) in zip(buffers, plain, strict=True):
+            own.update(given)
+            attributes.update(values)
+        with torch.no_grad():
+            for tensor, before in tensors:
+                tensor.copy_(before)
 
     @staticmethod
     def total(sums: Sequence[Sums]) -> Sums:

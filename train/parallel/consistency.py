@@ -276,7 +276,8 @@ class Untrained:
                 parameter.grad = None
 
 
-def some_of(names: frozenset[str], most: int = 4) -> str:
+def some_of(names: Iterable[str], most: int = 4) -> str:
     """Write names, the first of many."""
+    names = sorted(names)
     rest = len(names) - most
-    return ", ".join(sorted(names)[:most]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

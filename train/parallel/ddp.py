@@ -20,6 +20,8 @@ from ..errors import UsageError
 from ..model import batchnorm, compilation
 from ..model.trees import joined
 from .base import Parts, Sums, WholeModel
+from .consistency import some_of
+from .writes import Writes
 
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 """How the reducer reports the parameters that it still waits for, and their numbers."""
@@ -73,9 +75,19 @@ class DataParallel(WholeModel):
         the final buckets from its first real step on. (With two ranks a + b = b + a hides all
         this.)
         """
-        with self.unchanged():
-            for _ in range(2):
+        written = []
+        for _ in range(2):
+            with self.unchanged():
+                writes = Writes(dict(self.named_parameters()), self.norm_device)
+                writes.start()
                 self.accumulate([batch.zeros()])
+                written.append({*writes.names()})
+        if once := written[0] - written[1]:
+            raise UsageError(
+                f"--strategy ddp: forward() of the model of task {self.task.name!r} writes "
+                f"{some_of(once)} in its first pass only, which ranks make on zeros; have model() "
+                "write it, or use --strategy single"
+            )
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
@@ -167,6 +179,10 @@ class ExactDataParallel(WholeModel):
                 f"operation whose bits are left to chance here: {str(error).partition(',')[0]}; "
                 "use another one, or leave out --reduce exact"
             ) from error
+
+    def passes(self) -> int:
+        """Count a step's passes on this rank: one for each virtual shard at least."""
+        return self._virtual // self._ranks * self.parts.config.micro_batches(self._virtual)
 
     def begin_step(self, step: int) -> None:
         """Note the step, on which random numbers depend."""

@@ -42,6 +42,7 @@ from ..model.trees import mapped, tensors_of
 from ..runtime import devices
 from ..runtime.devices import parse_size, written
 from .base import DTYPES, Parts, is_sharded
+from .checksum import checksums
 from .consistency import tie
 
 _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
@@ -175,10 +176,17 @@ class Units:
         self._with_gradient: set[int] = set()
         self._groups: list[Any] = []
         self._names: dict[int, str] = {}
+        # Of the whole parameters, which are copies that a unit's ranks gather: how often torch has
+        # written in them, and until the first step is over, what they hold.
+        self._versions: dict[int, int] = {}
+        self._contents: dict[int, Tensor] | None = {}
+        self._overwritten: set[int] = set()
         numbers = {id(model.get_submodule(name)): n for n, name in enumerate(self.pieces)}
         # Public hooks would be compiled along with a piece, or come too early or too late.
         for module, group in _parameter_groups(model):
             self._groups.append(group)
+            group.pre_forward = self._before_use(group, group.pre_forward)
+            group.post_forward = self._after_use(group, group.post_forward)
             group.post_backward = self._noting(group, group.post_backward)
             if any(parameter.requires_grad for parameter in module.parameters()):
                 group.post_forward = _wanting_gradient(group.post_forward)
@@ -207,6 +215,58 @@ class Units:
             return frozenset()
         missing = self._names.keys() - self._with_gradient
         return frozenset(self._names[number] for number in missing)
+
+    def has_written(self) -> bool:
+        """Whether a pass of this step has written a gathered copy; asked once per step."""
+        self._contents = None
+        copies = (
+            (p, getattr(p, "_unsharded_param", None)) for g in self._groups for p in g.fsdp_params
+        )
+        for parameter, copy in copies:
+            if copy is not None:
+                version = copy._version
+                if self._versions.setdefault(id(parameter), version) != version:
+                    self._overwritten.add(id(parameter))
+        return bool(self._overwritten)
+
+    def written(self) -> list[str]:
+        """Name the parameters whose copies have been written."""
+        owners = {id(p): name for name, p in self._model.named_parameters()}
+        return [
+            owners[id(parameter.sharded_param)]
+            for group in self._groups
+            for parameter in group.fsdp_params
+            if id(parameter) in self._overwritten
+        ]
+
+    def _before_use(self, group: Any, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Note what a unit's whole parameters hold, in the first step."""
+
+        def enter(*arguments: Any) -> Any:
+            result = pre_forward(*arguments)
+            if self._contents is not None:
+                for parameter in group.fsdp_params:
+                    whole = parameter._unsharded_param
+                    self._versions.setdefault(id(parameter), whole._version)
+                    self._contents[id(parameter)] = checksums([whole], whole.device)
+            return result
+
+        return enter
+
+    def _after_use(self, group: Any, post_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Compare with that, before they are dropped: torch counts no writes through `.data`."""
+
+        def leave(*arguments: Any) -> Any:
+            if self._contents is not None:
+                for parameter in group.fsdp_params:
+                    whole, before = parameter._unsharded_param, self._contents.get(id(parameter))
+                    if before is not None and not torch.equal(
+                        checksums([whole], whole.device), before
+                    ):
+                        self._overwritten.add(id(parameter))
+            return post_forward(*arguments)
+
+        return leave
 
     def _noting(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Note which of a unit's parameters have gradients, before zeros stand in for the rest."""

@@ -17,7 +17,7 @@ from ..model.trees import Tree, mapped
 from ..runtime.process_group import arrange, limit_waiting
 from . import consistency, cp, fsdp, pieces, tp
 from .base import Parts, Sums, Tally, WholeModel, copy_part, full
-from .consistency import named_tensors
+from .consistency import named_tensors, some_of
 
 DATA = ("dp_replicate", "fsdp")
 """Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""
@@ -72,6 +72,21 @@ class Composed(WholeModel):
     def without_gradient(self) -> frozenset[str]:
         """Name the parameters that this rank's data have given no gradient in this step."""
         return self._units.without_gradient() if self._units else frozenset()
+
+    def has_written(self) -> bool:
+        """Whether a pass of this step has written a parameter, or a gathered copy of one."""
+        copies = self._units is not None and self._units.has_written()
+        return super().has_written() or copies
+
+    def written(self) -> list[str]:
+        """Name the parameters that have been written so."""
+        return [*super().written(), *(self._units.written() if self._units else ())]
+
+    def lost_write(self, names: Sequence[str]) -> str:
+        """Describe why a write is lost: units drop the copies that they have gathered."""
+        if self._units:
+            return f"{some_of(names)}, of which ranks gather copies and drop them after use"
+        return super().lost_write(names)
 
     def evaluate(self, batch: Batch) -> Tally:
         """Run the model without gradients; all ranks take part in every batch."""

@@ -59,6 +59,10 @@ class LocalSgd(WholeModel):
         if not self.settled(self._last_step):
             self._average()
 
+    def unlike(self, names: Sequence[str]) -> list[str]:
+        """Name the parameters that differ, unless all do as ranks have made steps of their own."""
+        return super().unlike(names) if self.settled(self._last_step) else []
+
     def settled(self, step: int) -> bool:
         """Whether the ranks have been averaged after this step."""
         config = self.parts.config

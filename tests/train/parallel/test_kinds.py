@@ -38,6 +38,7 @@ LIST = HELD.format("attribute 'list' of module 'middle.0' refers to", "middle.0.
 CLOSURE = HELD.format("closure.* refers to", "middle.0.weight")
 VIEW = HELD.format("attribute 'held' of module 'middle.0' refers to", "middle.0.weight")
 MEMORY = HELD.format("attribute 'held' .* shares the memory of", "middle.0.weight")
+WRITTEN = r".*in step {} forward\(\) of its model writes middle\.0\.\w+, {}.*"
 
 TWO: list[Case] = [
     *(("Kind", how, RIGHT) for how in (DDP, FSDP, META, EXACT, TP, PP, ZB)),
@@ -60,6 +61,23 @@ TWO: list[Case] = [
         ("Lent", how, r".* uses parameter 'first\.0\.bias', which another stage holds.*")
         for how in (PP, ZB)
     ),
+    # Parameters that forward() writes.
+    *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
+    *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),
+    *(
+        (task, FSDP, WRITTEN.format(step, "of which ranks gather copies and drop them"))
+        for task, step in (
+            ("Clamped", 1), ("ThroughData", 1), ("Followed", 1), ("BySamples", 1),
+            ("AtFirst", 1), ("Later", 2),
+        )
+    ),
+    ("BySamples", DDP, WRITTEN.format(1, "on each rank by its own samples")),
+    *(
+        (task, how, WRITTEN.format("[12]", "once in each of the step's passes, each time"))
+        for task in ("Followed", "BySamples")
+        for how in (EXACT, {**DDP, "micro_batch": 2})
+    ),
+    ("Clamped", PP, r".* writes middle\.0\.weight, between the forward and the backward passes.*"),
 ]  # fmt: skip
 
 

@@ -19,7 +19,10 @@ OF_OTHERS = (
     "train.dryrun",
     "train.failure.diagnose",
 )
-OF_DDP = {"base", "consistency", "ddp", "layout", "pipeline", "pipeline.split", "replacement"}
+OF_DDP = {
+    "base", "checksum", "consistency", "ddp", "layout", "pipeline", "pipeline.split", "replacement",
+    "writes",
+}  # fmt: skip
 RUN = """
 import json, pathlib, sys
 from train.__main__ import main

@@ -43,7 +43,7 @@ class Kind(Task):
 
     def train(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(48, 6, generator=generator, dtype=torch.float64)
+        inputs = torch.randn(48, 6, generator=generator)
         return Batch(inputs=inputs, targets=inputs[:, :1].sin() + 0.5 * inputs[:, 1:2])
 
     def test(self) -> Batch:
@@ -151,3 +151,66 @@ class Lent(Kind):
         bias = model.entry[0].bias
         model.last.register_forward_hook(lambda module, inputs, outputs: outputs + bias.sum())
         return model
+
+
+# Parameters that forward() writes.
+
+
+class Writing(nn.Linear):
+    """A layer that writes its weight before it uses it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how, self.passes = how, 0
+        self.follower = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        with torch.no_grad():
+            if self.how == "clamped":
+                self.weight.clamp_(-0.2, 0.2)
+            elif self.how == "through data":
+                self.weight.data.clamp_(-0.2, 0.2)
+            elif self.how == "followed" and self.training:
+                self.follower.lerp_(self.weight, 0.5)
+            elif self.how == "by samples" and self.training and len(x):
+                self.weight.mul_(1.0 + 0.01 * x.mean())
+            elif (self.how == "at first" and self.passes == 1) or (
+                self.how == "later" and self.passes == 2
+            ):
+                self.weight.mul_(0.5)
+        return super().forward(x) + x @ self.follower
+
+
+class Clamped(Kind):
+    how = "clamped"
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.middle[0] = Writing(self.how)
+        return model
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> dict[str, ParallelStyle]:
+        return {"third.0": ColwiseParallel(), "last": RowwiseParallel()}
+
+
+class ThroughData(Clamped):
+    how = "through data"
+
+
+class Followed(Clamped):
+    how = "followed"
+
+
+class BySamples(Clamped):
+    how = "by samples"
+
+
+class AtFirst(Clamped):
+    how = "at first"
+
+
+class Later(Clamped):
+    how = "later"

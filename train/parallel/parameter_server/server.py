@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...errors import PeerError
+from ...errors import PeerError, TrainError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,8 @@ class Gradient:
     """Numbers of the samples that it was computed from."""
     stop: bool
     """Whether the trainer got a stop request."""
+    written: Sequence[str] = ()
+    """Parameters that its passes have written, of the copy that it was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ class Stretch:
     """Which one, from 1."""
     step: int
     """Updates made in all."""
-    error: str | None = None
+    error: TrainError | None = None
     """Why the run must end, if it must."""
 
 

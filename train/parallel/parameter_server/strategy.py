@@ -18,19 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from ...data.order import mixed, seed_generators
-from ...errors import NonFiniteLoss
+from ...errors import NonFiniteLoss, TrainError, UsageError
 from ...loop import Trainer, listed
 from ...model import batchnorm, compilation
 from ...model.evaluation import batch_size, measure
-from ...runtime.process_group import RankGroup
+from ...model.optimizer import NamedOptimizer
+from ...runtime.process_group import Alone
 from ..base import Parts, WholeModel
+from ..consistency import some_of
 from ..layout import Layout
+from ..writes import Writes
 from . import wire
 from .server import Gradient, InStep, Pacing, Server, Stretch, Work
 
 
 class Served(WholeModel):
     """One rank's copy of the model; rank 0's is the one that counts."""
+
+    writes: Writes
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts, parts.model())
@@ -80,6 +85,11 @@ class Served(WholeModel):
         if not count:
             return {}
         return {"staleness_mean": total / count, "staleness_max": float(largest)}
+
+    def bind(self, optimizer: NamedOptimizer) -> None:
+        """Get to know the optimizer; a trainer's has no parameters."""
+        super().bind(optimizer)
+        self.writes = Writes(dict(self.model.named_parameters()), self.norm_device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the server's parameters; a trainer has none that an optimizer should know."""
@@ -173,7 +183,7 @@ class ServedTrainer(Trainer):
         # All ranks are here, so none is left waiting when all of them leave.
         stop = self.note_stop(self.group.sum([self.stop.requested])[0])
         if ended.error is not None:
-            raise NonFiniteLoss(ended.error)
+            raise ended.error
         self.progress.step = ended.step
         self.progress.samples_seen = ended.step * self.config.global_batch
         return stop
@@ -199,15 +209,23 @@ class ServedTrainer(Trainer):
         end_of_epoch = math.ceil((self.epoch + 1) * len(self.train) / self.config.global_batch)
         checkpoint = (step // every + 1) * every if every else self.progress.steps
         server.open(version=step, limit=min(self.progress.steps, end_of_epoch, checkpoint))
-        stop, error = False, None
+        stop = False
+        error: TrainError | None = None
         try:
             started = time.monotonic()
             while gradients := server.collect(stop=stop or self.stop.requested):
                 self._apply(server, gradients, started)
                 started = time.monotonic()
                 stop = stop or any(gradient.stop for gradient in gradients)
-        except NonFiniteLoss as caught:
-            error = str(caught)
+        except (NonFiniteLoss, UsageError) as caught:
+        if written := {name for gradient in gradients for name in gradient.written}:
+            raise UsageError(
+                f"--strategy ps: in step {self.progress.step + 1} forward() of the model of task "
+                f"{self.task.name!r} writes {some_of(written)}, of which trainers have copies that "
+                "they do not send back; write parameters in model() only and keep what moves in "
+                "buffers of floats, or use --strategy single"
+            )
+            error = caught
         ended = Stretch(number=self._stretch, step=self.progress.step, error=error)
         server.close(ended)
         return ended
@@ -246,6 +264,7 @@ class ServedTrainer(Trainer):
         while isinstance(work := wire.draw(trainer, self._stretch), Work):
             wire.push(self._gradient(work))
         return work
+        strategy.writes.start(contents=not strategy.writes.started)
 
     def _gradient(self, work: Work) -> Gradient:
         strategy, ticket = self.strategy, work.ticket
@@ -255,6 +274,7 @@ class ServedTrainer(Trainer):
         in_turn = strategy.shards > 1 or strategy.trainers == 1
         batch = self.feed.batch(begin) if in_turn else self.feed.lone_batch(begin)
         seed_generators(mixed(self.seed, ticket.update), self.group.device)
+            written=strategy.written() if strategy.has_written() else (),
         sums = strategy.accumulate(batch.split_into(self.micro_batches))
         return Gradient(
             ticket=ticket,

@@ -25,7 +25,9 @@ from ...errors import UsageError
 from ...model import compilation
 from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
 from .. import cp, fsdp, hybrid, pieces, tp
-from ..base import Parts, Strategy, Sums, Tally, full, one_number, tally
+from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
+from ..consistency import some_of
+from ..writes import Writes
 from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
@@ -106,6 +108,19 @@ class Pipelined(Strategy):
         return self._filled | self._shared.canonical(names)
 
     def micro_batches(self) -> int:
+    def has_written(self) -> bool:
+        """Whether a pass of this step has written a parameter, or a gathered copy of one."""
+        copies = [units.has_written() for units in self._units]
+        return super().has_written() or any(copies)
+
+    def written(self) -> list[str]:
+        """Name the parameters that have been written so."""
+        return [*super().written(), *(name for units in self._units for name in units.written())]
+
+    def lost_write(self, names: Sequence[str]) -> str:
+        """Describe why a write comes out wrong: stages have micro-batches on their way."""
+        return f"{some_of(names)}, between the forward and the backward passes of micro-batches"
+
         """Count the micro-batches that `accumulate()` expects, all of one size."""
         return split.micro_batches(self.parts.config, self.parts.layout)
 
@@ -115,14 +130,15 @@ class Pipelined(Strategy):
         pieces.check_complete(self.parts, batch, flags=f"--pp {layout.pp} --pp-schedule {schedule}")
         problem = ""
         if len(batch):
-            try:
             in_parts = schedule in split.TWO_PASSES
             borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
+            writes = Writes(dict(self.named_parameters()), self.norm_device)
+            writes.start(contents=True)
                 with borrowed:
+            try:
                     self.passed(self._slice.of(batch.part(0, 1)).inputs)
             except UsageError as error:
                 problem = str(error)
-        if problems := [one for one in self.parts.group.gather(problem) if one]:
             if borrowed.problem:
                 problem = (
                     f"--pp {layout.pp} --pp-schedule {schedule}: task {self.task.name!r}: "
@@ -130,6 +146,9 @@ class Pipelined(Strategy):
                     "a module around both, or use --strategy fsdp"
                 )
             raise UsageError(problems[0])
+            elif writes.any():
+                problem = self._unkept(writes.names())
+        if problems := [one for one in self.parts.group.gather(problem) if one]:
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
@@ -163,8 +182,14 @@ class Pipelined(Strategy):
         self._factor, self._losses = factor, []
         for units in self._units:
             units.begin_step()
-        with tp.losses_stay_apart(self.parts):
-            schedule.step(*inputs, target=numbers, return_outputs=False)
+        try:
+            with tp.losses_stay_apart(self.parts):
+                schedule.step(*inputs, target=numbers, return_outputs=False)
+        except RuntimeError as error:
+            # torch refuses a backward pass through what has been written since.
+            if not self.has_written():
+                raise
+            raise UsageError(self._unkept(self.written())) from error
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
         self._settlement.run()
@@ -175,6 +200,13 @@ class Pipelined(Strategy):
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
 
     def _flatten(self, stage: nn.Module, arguments: object, outputs: Tree) -> Tree:
+    def _unkept(self, names: Sequence[str]) -> str:
+        return (
+            f"--pp {self.parts.layout.pp}: forward() of the model of task {self.task.name!r} "
+            f"writes {self.lost_write(names)}; write parameters in model() only and keep what "
+            "moves in buffers of floats, or leave out --pp"
+        )
+
         """Put the outputs of the last stage one after the other, and note how they are nested."""
         self._form = form_of(outputs)
         if self._form is None:
