@@ -28,6 +28,7 @@ from .model import dropout
 from .model.gradients import LossScaler
 from .model.optimizer import NamedOptimizer
 from .parallel.base import Parts
+from .parallel.consistency import some_of
 from .parallel.layout import counted
 from .profiling.capture import Profiler
 from .profiling.timeline import Profile
@@ -246,6 +247,8 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     if description := trainer.strategy.describe():
         trainer.console.say(description)
     if config.dropout is not None:
+    if names := trainer.strategy.evaluating:
+        trainer.console.say(f"only evaluate, as model() has set them: {some_of(names)}")
         described = dropout.describe(sketch_of(parts.task))
         trainer.console.say(f"--dropout {config.dropout} {described}")
 

@@ -173,7 +173,6 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
             if number > 0:
                 shape, dtype = stage_inputs[number, samples]
                 stage_input = torch.empty(shape, dtype=dtype)
-            stage.eval()
             with torch.no_grad():
                 outputs = stage(stage_input)
             passed[number] = (stage_input, outputs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..data.order import seed_generators, seed_of
 from ..errors import UsageError
 from ..model import compilation
+from ..model.modes import Modes, settle
 from ..model.prepare import prepare
 from ..model.trees import Tree, mapped
 from ..tasks.base import item_count, model_of, modules_on
@@ -114,6 +115,8 @@ class Strategy(ABC):
         self.parts, self.task = parts, parts.task
         # Before the strategy cuts it.
         self._given, self._originals = Inventory.of([model]), Originals(model)
+        self.evaluating = settle(model)
+        """Layers that only evaluate, as the task has set them."""
         self.shard = parts.layout.shard(parts.group.rank_info.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)
@@ -260,7 +263,7 @@ class WholeModel(Strategy):
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         super().__init__(parts, model)
-        self.model = model
+        self.model, self.modes = model, Modes([model])
         # Training passes go through this, which may wrap the model.
         self.run: nn.Module = model
 
@@ -275,6 +278,10 @@ class WholeModel(Strategy):
         if self.parts.layout.world_size == 1 and not self.several_passes:
             # What a step's only pass writes is what one process learns.
             self.writes = None
+
+    def start_training(self) -> None:
+        """Leave the mode of evaluation, if need be."""
+        self.modes.train()
 
     def passes(self) -> int:
         """Count a step's passes on this rank."""
@@ -292,11 +299,6 @@ class WholeModel(Strategy):
         """Add the gradients of the summed loss, one micro-batch after the other."""
         self.start_training()
         return self.total([self.backward(batch, factor) for batch in micro_batches])
-
-    def start_training(self) -> None:
-        """Leave the mode of evaluation, which walks through all modules, if need be."""
-        if not self.model.training:
-            self.run.train(True)
 
     def own_part(self, batch: "Batch") -> "Batch":
         """Return this rank's part of a batch, where the model takes it."""
@@ -360,7 +362,7 @@ class WholeModel(Strategy):
 
     def outputs(self, inputs: Tree) -> Tree:
         """Run the model without gradients."""
-        self.model.eval()
+        self.modes.evaluate()
         with torch.no_grad(), self.parts.autocast():
             return self.model(inputs)
 

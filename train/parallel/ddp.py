@@ -168,7 +168,7 @@ class ExactDataParallel(WholeModel):
             return
         try:
             with self.unchanged():
-                self.run.train(True)
+                self.start_training()
                 self.backward(batch.zeros(), 1.0)
                 self.evaluate(batch.zeros())
         except RuntimeError as error:
@@ -190,7 +190,7 @@ class ExactDataParallel(WholeModel):
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss over all ranks: the same on each."""
-        self.run.train(True)
+        self.start_training()
         buffers = batchnorm.numeric_buffers(self.model)
         start = {name: buffer.clone() for name, buffer in buffers.items()}
         rows, count = [], 0

@@ -83,8 +83,9 @@ class Originals:
         `in_parts`: the backward pass goes through each stage's graph in two parts, one of which
         finds parameters by the stage's modules.
         """
+        # The tensors as well: an identity may be used again.
         alive = {
-            id(tensor): name
+            id(tensor): (name, tensor)
             for name, original in self._by_name.items()
             if (tensor := original.tensor()) is not None
         }
@@ -95,11 +96,15 @@ class Borrowed(TorchFunctionMode):
     """Looks at what the functions of a forward pass through some stages are given."""
 
     def __init__(
-        self, stages: Sequence[nn.Module], originals: Mapping[int, str], *, in_parts: bool
+        self,
+        stages: Sequence[nn.Module],
+        originals: Mapping[int, tuple[str, Tensor]],
+        *,
+        in_parts: bool,
     ) -> None:
         super().__init__()
         self._stages, self._originals, self._in_parts = stages, originals, in_parts
-        self._own = {id(parameter) for stage in stages for parameter in stage.parameters()}
+        self._own = {id(tensor) for stage in stages for tensor in named_tensors(stage).values()}
         self.problem = ""
         """What is wrong with the first of them; '' if nothing is."""
 
@@ -118,21 +123,21 @@ class Borrowed(TorchFunctionMode):
             handle.remove()
 
     def _enter_stage(self, stage: nn.Module, inputs: object) -> None:
-        self._own = {id(parameter) for parameter in stage.parameters()}
+        self._own = {id(tensor) for tensor in named_tensors(stage).values()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for tensor in tensors_of((args, dict(kwargs or {}))) if not self.problem else ():
             view = tensor._base is not None and id(tensor) not in self._originals
-            name = self._originals.get(id(tensor._base) if view else id(tensor))
+            name, _ = self._originals.get(id(tensor._base) if view else id(tensor), (None, None))
             if name is None:
                 continue
             if id(tensor._base if view else tensor) not in self._own:
-                self.problem = f"a stage uses parameter {name!r}, which another stage holds"
+                self.problem = f"a stage uses {name!r}, which another stage holds"
             elif view and self._in_parts and tensor.grad_fn is not None:
                 self.problem = (
-                    f"a stage uses a view of parameter {name!r} that was made with the model, "
+                    f"a stage uses a view of {name!r} that was made with the model, "
                     "through which this schedule finds no gradient"
                 )
         return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ from tests.train.support.ladder import Recording, merged
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from train.errors import UsageError
+from train.model.modes import settle
 
 FILE = Path(kinds.__file__)
 # Double precision has 2.2e-16; what was wrong was off by 1e-4 and more.
@@ -56,10 +57,16 @@ TWO: list[Case] = [
         )
     ),
     *((task, ZB, RIGHT) for task in ("Listed", "Closed")),
-    ("Viewed", ZB, r".* a view of parameter 'middle\.0\.weight' that was made with the model.*"),
+    ("Viewed", ZB, r".* a view of 'middle\.0\.weight' that was made with the model.*"),
     *(
-        ("Lent", how, r".* uses parameter 'first\.0\.bias', which another stage holds.*")
+        ("Lent", how, r".* uses 'first\.0\.bias', which another stage holds.*")
         for how in (PP, ZB)
+    ),
+    # Layers that only evaluate.
+    *(
+        (task, how, RIGHT)
+        for task in ("Evaluating", "OwnTrain")
+        for how in (DDP, FSDP, EXACT, PP)
     ),
     # Parameters that forward() writes.
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
@@ -89,6 +96,9 @@ def outcome(
         config = {**COMMON, **chosen, "task": f"{FILE}:{task}"}
         trainer = trainer_for(rank, ranks, folder, **config)
         trainer.resume()
+        if ranks > 1:
+            # Leaves no trace.
+            trainer.measure()
         record = Recording(trainer)
     except UsageError as error:
         return str(error), {}, []
@@ -126,3 +136,26 @@ def check(cases: list[Case], ranks: int, folder: Path) -> None:
 
 def test_two_ranks_train_each_kind_as_one_process_or_refuse_it(tmp_path: Path) -> None:
     check(TWO, 2, tmp_path)
+
+
+def test_a_loaded_model_that_evaluates_as_a_whole_trains_as_a_whole() -> None:
+    model = kinds.Net()
+    assert settle(model.eval()) == []
+    assert all(module.training for module in model.modules())
+
+
+def test_an_evaluation_leaves_layers_in_the_modes_that_the_task_has_set(tmp_path: Path) -> None:
+    trained = []
+    for evaluated in (False, True):
+        config = {**COMMON, "task": f"{FILE}:OwnTrain", "strategy": "single"}
+        trainer = trainer_for(0, 1, tmp_path / str(evaluated), **config)
+        trainer.resume()
+        if evaluated:
+            trainer.measure()
+        for _ in range(2):
+            trainer.train_step()
+        trained.append(trainer.strategy.model_state())
+    assert trainer.strategy.evaluating == ["middle.2"]
+    assert not trained[0]["middle.2.running_mean"].any()
+    for name, tensor in trained[0].items():
+        assert torch.equal(tensor, trained[1][name]), name

@@ -214,3 +214,33 @@ class AtFirst(Clamped):
 
 class Later(Clamped):
     how = "later"
+
+
+# Layers that only evaluate.
+
+
+class Evaluating(Kind):
+    """A normalisation by statistics that stay as they are."""
+
+    def normalisation(self) -> nn.Module:
+        layer = nn.BatchNorm1d(WIDTH)
+        torch.manual_seed(3)
+        layer.running_mean, layer.running_var = torch.randn(WIDTH), torch.rand(WIDTH) + 0.5
+        return layer.eval()
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.middle.append(self.normalisation())
+        return model
+
+
+class _Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> _Frozen:
+        return super().train(False)
+
+
+class OwnTrain(Evaluating):
+    """The same, by a train() of its own."""
+
+    def normalisation(self) -> nn.Module:
+        return _Frozen(WIDTH)

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec
 from ...data.order import Batch
 from ...errors import UsageError
 from ...model import compilation
+from ...model.modes import Modes
 from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
 from .. import cp, fsdp, hybrid, pieces, tp
 from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
@@ -66,6 +67,7 @@ class Pipelined(Strategy):
         self._settlement = hybrid.Settlement(self.modules(), mesh, parts)
         self._filled: frozenset[str] = frozenset()
         self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
+        self._modes = Modes(self.modules())
         self._holds_last = len(self._plan) - 1 in self._stages
         if self._holds_last:
             # torch's schedules take a tensor or several, and no other tree.
@@ -159,6 +161,7 @@ class Pipelined(Strategy):
             UsageError: a stage gives something else than a tensor; ranks before it do not know.
         """
         try:
+        self._modes.evaluate()
             return self._relay.run(inputs)
         except Untransferable as error:
             number, kind = error.args
@@ -173,8 +176,7 @@ class Pipelined(Strategy):
         """Add the gradients of the summed loss; all ranks of a pipeline take part."""
         batches = [self._slice.of(batch) for batch in micro_batches]
         schedule = self._schedule_for(batches)
-        for stage in self._stages.values():
-            stage.train(True)
+        self._modes.train()
         inputs = [joined([b.inputs for b in batches])] if 0 in self._stages else []
         # Only their numbers go through torch's schedule, which can cut one tensor.
         numbers = torch.arange(len(batches)) if self._holds_last else None

@@ -215,7 +215,6 @@ class Relay:
         for number, stage in self._stages.items():
             if number > 0 and number - 1 not in self._stages:
                 hidden = self._receive(self._owners[number - 1])
-            stage.eval()
             with torch.no_grad():
                 given = hidden if isinstance(hidden, Untransferable) else stage(hidden)
             if number + 1 in self._owners and not isinstance(given, Tensor | Untransferable):
