@@ -50,7 +50,8 @@ def main() -> int:
         if request.only_looking:
             return look(request, console)
         config = request.config
-        directory = None if config.infers else RunDirectory(config.directory, rank_info)
+        reads = config.infers or config.verify_only
+        directory = None if reads else RunDirectory(config.directory, rank_info)
         # Only here, as they import torch: a mistyped flag is answered at once.
         if config.spawn is not None and not rank_info.launched:
             exit_status = spawn(config.spawn, sys.argv[1:], stop)
@@ -62,6 +63,10 @@ def main() -> int:
             from .inference.session import infer
 
             return infer(config, rank_info, stop, console)
+        if config.verify_only:
+            from .proof.session import prove_only
+
+            return prove_only(config, rank_info, console)
         from .session import train
 
         phases = Phases.of_process(os.environ, restart=rank_info.restart)

@@ -3,6 +3,7 @@
 TrainError            1  the run cannot go on; the message says why
 ├── UsageError        2  the command line or the run directory must be changed first
 │   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
+├── ProofError        2  the strategy would train something else than one process does
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── OutputError       1  the predictions could not be written
@@ -33,6 +34,12 @@ class UsageError(TrainError):
 
 class RefusedError(UsageError):
     """The run directory holds another run, or one that lives: nothing in it may be changed."""
+
+
+class ProofError(TrainError):
+    """The strategy does not train this model as one process would, or there is no proof of it."""
+
+    exit_status = EXIT_USAGE
 
 
 class NonFiniteLoss(TrainError):

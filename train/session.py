@@ -32,6 +32,7 @@ from .parallel.consistency import some_of
 from .parallel.layout import counted
 from .profiling.capture import Profiler
 from .profiling.timeline import Profile
+from .proof.session import before_training
 from .rundir.claim import adopt, claim
 from .rundir.console import Console, figures
 from .rundir.files import RunDirectory, TrainingProgress
@@ -91,6 +92,8 @@ def train(
             trainer.resume()
             step = progress.step
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
+            if step == 0:
+                before_training(parts, directory, console)
             if config.tensorboard == "auto" and rank_info.rank == 0:
                 directory.event_file = EventFile(
                     directory.path,

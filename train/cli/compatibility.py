@@ -14,10 +14,12 @@ from ..parallel.layout import ALONE, Layout, flag
 from ..parallel.pipeline import split
 from ..profiling.timeline import Profile
 from ..runtime.rank import RankInfo
-from .config import Config
+from .config import Config, nearest
 
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
 """Strategies of `train.parallel.hybrid` and `.pipeline`, which shard along the data axes."""
+ACCEPTED = ("batch-norm", "layer-mixes-samples", "loss-mixes-samples")
+"""Differences to one process that `--accept` takes: see `train.proof.mixing`."""
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 
@@ -35,6 +37,14 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
     if config.infers and config.dry_run:
         use = "--evaluate-only" if config.evaluate_only else "--predict"
         problems.append(f"{use} does not go with --dry-run, which loads no model: leave out one")
+    for name in (config.accept or "").split(",") if config.accept else ():
+        if name not in ACCEPTED:
+            problems.append(
+                f"--accept {name!r} is unknown{nearest(name, ACCEPTED)}; use some of "
+                f"{', '.join(ACCEPTED)}, with commas between them"
+            )
+    if config.verify_only and config.verify is False:
+        problems.append("--verify-only and --no-verify exclude each other: leave out one of them")
     if config.dropout is not None and config.dropout > 1:
         problems.append(f"--dropout {config.dropout} is a probability: from 0 to 1")
     if config.profile is not None:

@@ -182,6 +182,13 @@ class Config:
     """Seconds a rank waits for the others before it gives up; must outlast a checkpoint."""
     profile: str | None = None
     """Trace these steps, such as `10:13`, and print where the time goes."""
+    verify: bool | None = None
+    """Prove before the first step that one process would train the same, or refuse; --no-verify: do
+    not (default: at a first start, where it takes less than a minute and half of the memory)."""
+    accept: str | None = None
+    """Differences to one process that are wanted, such as `batch-norm,loss-mixes-samples`."""
+    verify_only: bool = False
+    """Make the proof of --verify, and train nothing."""
     dry_run: bool = False
     """Show the plan, memory and traffic for any number of ranks, and train nothing."""
     device_memory: str | None = None

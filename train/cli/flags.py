@@ -25,8 +25,8 @@ FILES = {
 HELP = ("--help", "Show this and exit.")
 ONLY_LOOKING = ("--dry-run", "--write-config")
 """Nothing is trained then: there need be no ranks, and no run directory."""
-INFERRING = ("--evaluate-only", "--predict")
-"""A run directory is read then, and stays as it is."""
+INFERRING = ("--evaluate-only", "--predict", "--verify-only")
+"""A run directory is read then, if at all, and stays as it is."""
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) 
     if "run_dir" not in values and "--run-dir" not in texts:
         if environ.get(RUN_DIR):
             values["run_dir"] = Path(environ[RUN_DIR])
-        elif not only_looking:
+        elif not only_looking and values.get("verify_only") is not True:
             problems.append(f"no run directory: give --run-dir DIR or set {RUN_DIR}")
     config = Config(**values)  # type: ignore[arg-type]  # each field's type was seen to
     # Checks of several values make sense only when all could be read.

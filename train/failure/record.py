@@ -22,6 +22,7 @@ from ..errors import (
     FencedError,
     NonFiniteLoss,
     PeerError,
+    ProofError,
     TrainError,
     is_collateral,
 )
@@ -62,7 +63,7 @@ def fail(
         return EXIT_FAILED
     if isinstance(error, TrainError):
         # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
-        agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError))
+        agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError, ProofError))
         if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
             rank = None if agreed else rank_info.rank
             record(directory, progress, "fatal", str(error), rank=rank)

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..model import compilation
 from ..model.modes import Modes, settle
 from ..model.prepare import prepare
-from ..model.trees import Tree, mapped
+from ..model.trees import Tree, mapped, tensors_of
 from ..tasks.base import item_count, model_of, modules_on
 from .checksum import checksums
 from .consistency import Inventory, check_alike, check_unchanged, differing, named_tensors, some_of
@@ -308,7 +308,7 @@ class WholeModel(Strategy):
         """Run one micro-batch forwards and backwards."""
         batch = self.own_part(batch)
         with self.parts.autocast():
-            loss = one_number(self.task.loss(self.run(batch.inputs), batch.targets), self.task)
+            loss = summed_loss(self.task, self.run(batch.inputs), batch.targets)
         if is_sharded(loss):
             torch.autograd.backward(loss * factor)
         else:
@@ -383,11 +383,29 @@ def one_number(loss: Tensor, task: "Task") -> Tensor:
     )
 
 
+def summed_loss(task: "Task", outputs: Tree, targets: Tree) -> Tensor:
+    """Compute the loss of a batch, summed over its items, also where the task's own is a mean.
+
+    Raises:
+        UsageError: it is no tensor of one number, or `reduction` is unknown.
+    """
+    if task.reduction == "sum":
+        return one_number(task.loss(outputs, targets), task)
+    if task.reduction != "mean":
+        raise UsageError(
+            f'task {task.name!r}: reduction = {task.reduction!r}; it must be "sum" or "mean"'
+        )
+    if count := item_count(task, targets):
+        return one_number(task.loss(outputs, targets), task) * count
+    # A rank may have no items: the mean over nothing is not a number.
+    return torch.stack([tensor.sum() for tensor in tensors_of(outputs)]).sum() * 0.0
+
+
 def tally(task: "Task", outputs: Tree, targets: Tree) -> Tally:
     """Measure a batch's outputs."""
     return Tally(
         # Each rank may have its share of it only.
-        loss=full(one_number(task.loss(outputs, targets), task)),
+        loss=full(summed_loss(task, outputs, targets)),
         # Each rank may have its share of the classes only; the likeliest is one of all.
         score=task.score(mapped(full, outputs), targets),
         count=item_count(task, targets),

@@ -118,6 +118,15 @@ class RankGroup:
             raise PeerError(f"rank 0: {message}")
 
 
+class Alone(RankGroup):
+    """A group of one, in a process that is connected to others."""
+
+    @property
+    def connected(self) -> bool:
+        """Never: there is nothing to exchange."""
+        return False
+
+
 class Channel:
     """A process group of its own over all ranks, on the CPU; nothing at all if there is only one.
 

@@ -4,7 +4,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class Task(ABC):
 
     name: str = ""
     """Name in messages; an empty one becomes the value of `--task`."""
+    reduction: Literal["sum", "mean"] = "sum"
+    """What `loss()` returns: the sum over a batch, or the mean over its `count()` items."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -50,7 +52,8 @@ class Task(ABC):
         """Sum the loss over the items of a batch. Scalar.
 
         A *sum*, with `count()` beside it: the loop divides by the number of items of the whole
-        global batch, so that gradients do not depend on ranks, micro-batches or padding.
+        global batch, so that gradients do not depend on ranks, micro-batches or padding. A mean
+        over these items is as good if the task says so: `reduction = "mean"`.
 
         Args:
             outputs: what the model gave: a tensor, or a tree of them.

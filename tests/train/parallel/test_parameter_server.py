@@ -25,9 +25,9 @@ from train.parallel.base import Parts, Sums
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
 from train.parallel.parameter_server.server import Gradient, Pacing, Server, Stretch, Ticket, Work
-from train.parallel.parameter_server.strategy import Alone, ServedTrainer
+from train.parallel.parameter_server.strategy import ServedTrainer
 from train.rundir.files import read_lines
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
 

@@ -35,8 +35,14 @@ class Ended:
         return 2 if 2 in known else (known[0] if known else 0)
 
 
-def run(ranks: int, *flags: str, environ: Mapping[str, str]) -> Ended:
+def run(
+    ranks: int,
+    *flags: str,
+    environ: Mapping[str, str],
+    verify: tuple[str, ...] = ("--no-verify",),
+) -> Ended:
     """Run the command line on some ranks of this machine, as `--spawn` would."""
+    flags = (*verify, *flags)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [

@@ -148,15 +148,6 @@ class Served(WholeModel):
         return [*self.model.parameters(), *self._buffers]
 
 
-class Alone(RankGroup):
-    """A group of one, in a process that is connected to others."""
-
-    @property
-    def connected(self) -> bool:
-        """Never: there is nothing to exchange."""
-        return False
-
-
 class ServedTrainer(Trainer):
     """The loop of rank 0, which serves, and that of a trainer."""
 

@@ -223,7 +223,7 @@ class Pipelined(Strategy):
         # tensors have no contents.
         targets = self._targets[int(number.storage_offset())]
         with self.parts.autocast():
-            loss = one_number(self.task.loss(unflattened(outputs, self._form), targets), self.task)
+            loss = summed_loss(self.task, unflattened(outputs, self._form), targets)
         self._losses.append(loss.detach())
         return loss if self._factor == 1.0 else loss * self._factor
 

@@ -1,0 +1,105 @@
+"""Two ranks: what a strategy trains otherwise than one process is refused before training."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.train.support import proved
+from tests.train.support.making import config_of, group_of
+from tests.train.support.ranks import on_ranks
+from train import parallel
+from train.errors import UsageError
+from train.parallel.base import Parts
+from train.proof import prove
+
+COMMON: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "global_batch": 12}
+DDP = {"strategy": "ddp"}
+FSDP = {"strategy": "fsdp"}
+EXACT = {"strategy": "ddp", "reduce": "exact", "virtual_shards": 4}
+TP = {"strategy": "tp"}
+PP = {"strategy": "pp", "micro_batch": 3}
+PS = {"strategy": "ps"}
+LOCAL = {"strategy": "local-sgd"}
+SYNC = {"strategy": "ddp", "sync_batch_norm": True}
+
+Case = tuple[str, dict[str, Any]]
+HOLDS, PROBLEM, MISSING, CHECK = "holds", "problem: ", "missing: ", "check: "
+
+
+def judged(rank: int, ranks: int, cases: list[Case]) -> list[str]:
+    """What a first start would say to each case."""
+    found = []
+    for name, chosen in cases:
+        config, group = config_of(**{**COMMON, **chosen}), group_of(rank, ranks)
+        accepted = frozenset((config.accept or "").split(","))
+        parts = Parts(
+            task=getattr(proved, name)(),
+            config=config,
+            layout=config.layout_on(group.rank_info),
+            group=group,
+        )
+        try:
+            # As a start does before it.
+            parallel.build(config.strategy_on(group.rank_info), parts).verify()
+            verdict = prove(parts, accepted=accepted)
+        except UsageError as error:
+            found.append(f"{CHECK}{error}")
+            continue
+        if verdict.holds:
+            found.append(HOLDS)
+        else:
+            found.append(f"{PROBLEM}{verdict.problem}" * bool(verdict.problem))
+            found[-1] = found[-1] or f"{MISSING}{verdict.missing}"
+    return found
+
+
+RIGHT: list[Case] = [
+    *((name, DDP) for name in ("Plain", "Recurrent", "Parametrized", "Moving", "Single")),
+    *((name, FSDP) for name in ("Tied", "Experts", "Meant", "Moving")),
+    *(("Dropped", how) for how in (DDP, FSDP, EXACT, TP, PP, PS, LOCAL)),
+    *(("MeantByToken", how) for how in (DDP, EXACT, PP, PS)),
+    ("Normed", SYNC),
+    ("Normed", {**DDP, "accept": "batch-norm"}),
+    ("Contrastive", {**DDP, "accept": "loss-mixes-samples"}),
+    ("Contrastive", {**PP, "accept": "loss-mixes-samples"}),
+    ("Centred", {**FSDP, "accept": "layer-mixes-samples"}),
+    ("Plain", {**PS, "ps_mode": "async"}),
+]
+# A fix elsewhere may make these right, and a check elsewhere may refuse them first.
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("Mean", DDP, r"problem: the batch is cut in 2 passes \(2 shards\), and loss\(\) gave .*"),
+    ("Normed", DDP, r"problem: the batch is cut in 2 passes \(2 shards\), and layer '1' .*"),
+    ("Normed", {**SYNC, "micro_batch": 3}, r"problem: .* \(2 shards x 2 micro-batches\), .*"),
+    ("Contrastive", PP, r"problem: the batch is cut in 4 passes \(1 shard x 4 micro-batches\).*"),
+    ("Penalised", DDP, r"problem: .*which do not add up; .*"),
+    ("CutByRank", DDP, r"problem: ranks 0 and 1 have read different training samples .*"),
+    ("Shuffled", DDP, r"missing: .*randperm.*"),
+    (
+        "Hooked",
+        DDP,
+        r"holds|problem: after step 1 .*'0\.weight' .* hook on its gradient, .*|check: .*",
+    ),
+    ("Followed", FSDP, r"(?s)holds|problem: .*forward\(\) writes parameter .*|check: .*teacher.*"),
+    ("Followed", PS, r"(?s)holds|problem: .*'1\.teacher\.weight'.*|check: .*teacher.*"),
+    ("Clamped", DDP, r"(?s)problem: .*layer '1' \(Clamp\) gives other outputs.*|check: .*"),
+    (
+        "Replaced",
+        DDP,
+        r"holds|problem: after step 1 buffer '1\.ema' differs .* '1\.ema'.*in place.*",
+    ),
+    ("Replaced", FSDP, r"holds|problem: after step 1 buffer '1\.ema' differs .*"),
+    ("Counted", DDP, r"holds|problem: after step 1 buffer '1\.seen' differs by 2, .*own samples.*"),
+    ("EvaluatingNorm", EXACT, r"holds|problem: .*evaluation mode.*"),
+]
+
+
+def test_what_trains_otherwise_is_refused_and_nothing_else() -> None:
+    cases = [*RIGHT, *((name, chosen) for name, chosen, _ in WRONG)]
+    every = on_ranks(2, judged, 2, cases)
+    # All ranks refuse alike: else some would wait for the others.
+    assert every[0] == every[1]
+    right, wrong = every[0][: len(RIGHT)], every[0][len(RIGHT) :]
+    assert [(case, one) for case, one in zip(RIGHT, right, strict=True) if one != HOLDS] == []
+    for (name, chosen, text), one in zip(WRONG, wrong, strict=True):
+        assert re.fullmatch(text, one), (name, chosen, one)

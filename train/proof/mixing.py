@@ -1,0 +1,234 @@
+"""Does a model or its loss mix the samples of a batch?
+
+Then cutting the batch, by ranks or by micro-batches, trains something else than one process does
+with the whole batch. The plain model works on some samples, then on each of two parts of them: the
+outputs of the parts must be those of the whole, and their losses must add up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..cli.compatibility import ACCEPTED
+from ..data.order import Batch
+from ..model.trees import mapped, tensors_of
+from ..parallel.base import summed_loss
+from ..tasks.base import Task, item_count
+
+BATCH_NORM, LAYER, LOSS = ACCEPTED
+MEAN = "mean"
+SAMPLES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A layer or a loss whose value depends on how the batch is cut."""
+
+    kind: str
+    """`--accept` takes all but `mean`."""
+    text: str
+    """What was seen, with the name of the part and the sizes."""
+
+
+class Snapshot:
+    """What a model holds, to be put back after a pass: values, and the tensors themselves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = [
+            (table, name, tensor, tensor.detach().clone())
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore all of it."""
+        for table, name, tensor, value in self._tensors:
+            table[name] = tensor  # type: ignore[assignment]  # each in its own table
+            tensor.copy_(value)
+            tensor.grad = None
+
+
+def mixtures(
+    task: Task, model: nn.Module, samples: Batch, *, synchronised: bool, tolerance: float
+) -> list[Mixture]:
+    """List what mixes samples; `model` is in training mode, and is left as it was.
+
+    Args:
+        task: whose loss it is.
+        model: the plain model.
+        samples: `SAMPLES`.
+        synchronised: whether BatchNorm layers normalise over all parts of a batch.
+        tolerance: what rounding explains, beside the largest value.
+    """
+    found = []
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if norms and not synchronised:
+        name, layer = norms[0]
+        more = f" and {len(norms) - 1} more" if norms[1:] else ""
+        found.append(
+            Mixture(
+                kind=BATCH_NORM,
+                text=f"layer {name!r} ({type(layer).__name__}){more} normalises over the samples "
+                "of one pass",
+            )
+        )
+    try:
+        # By running statistics: what else mixes samples?
+        for _, layer in norms:
+            layer.eval()
+        found += _others(task, model, samples, tolerance)
+    finally:
+        for _, layer in norms:
+            layer.train()
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    loss: Tensor
+    outputs: list[Tensor]
+    calls: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]]
+    count: int
+    size: int
+
+
+def _run(task: Task, model: nn.Module, batch: Batch) -> _Pass:
+    calls: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [t.detach().clone() for t in tensors_of((args, kwargs))]
+        calls.append(
+            (names[module], module, given, [t.detach().clone() for t in tensors_of(output)])
+        )
+
+    handles = [m.register_forward_hook(note, with_kwargs=True) for m in names]
+    before = Snapshot(model)
+    try:
+        outputs = model(batch.inputs)
+        loss = summed_loss(task, outputs, batch.targets)
+        kept = mapped(lambda t: t.detach() if isinstance(t, Tensor) else t, outputs)
+        return _Pass(
+            loss=loss.detach().double(),
+            outputs=tensors_of(kept),
+            calls=calls,
+            count=item_count(task, batch.targets),
+            size=len(batch),
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+        before.put_back()
+
+
+def _others(task: Task, model: nn.Module, samples: Batch, tolerance: float) -> list[Mixture]:
+    whole = _run(task, model, samples)
+    found: dict[str, Mixture] = {}
+    # Twice: how many of a batch have room, say, may be the same for some sizes.
+    for cut in (len(samples) // 4, len(samples) - 3):
+        for mixture in _apart(task, model, samples, whole, cut, tolerance):
+            found.setdefault(mixture.kind, mixture)
+    return list(found.values())
+
+
+def _apart(
+    task: Task, model: nn.Module, samples: Batch, whole: _Pass, cut: int, tolerance: float
+) -> list[Mixture]:
+    size = len(samples)
+    parts = [_run(task, model, samples.part(0, cut)), _run(task, model, samples.part(cut, size))]
+    pairs = _Pairs(whole, parts, tolerance)
+    if pairs.differ(whole.outputs, [part.outputs for part in parts]):
+        layer = _mixing_layer(whole, parts, pairs)
+        text = f"{layer} gives other outputs for a sample with other samples beside it"
+        return [Mixture(kind=LAYER, text=text)]
+    total = parts[0].loss + parts[1].loss
+    scale = max(one.loss.abs().item() for one in (whole, *parts))
+
+    def near(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
+        # A loss that is not a number says nothing here.
+        return not bool((a - b).abs() > 10 * tolerance * max(scale, 1e-6) * times)
+
+    if near(whole.loss, total):
+        return []
+    numbers = (
+        f"loss() gave {whole.loss.item():.6g} for {size} samples, and {parts[0].loss.item():.6g} "
+        f"and {parts[1].loss.item():.6g} for {cut} and {size - cut} of them"
+    )
+    weights = {
+        "samples": [one.size for one in (whole, *parts)],
+        "items that count() counts": [one.count for one in (whole, *parts)],
+    }
+    for what, (n, *own) in weights.items():
+        if near(n * whole.loss, own[0] * parts[0].loss + own[1] * parts[1].loss, n):
+            text = f"{numbers}: the mean over the {what}, not the sum"
+            return [Mixture(kind=MEAN, text=text)]
+    return [Mixture(kind=LOSS, text=f"{numbers}, which do not add up")]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Compares tensors of the whole batch with those of its parts."""
+
+    whole: _Pass
+    parts: Sequence[_Pass]
+    tolerance: float
+
+    def differ(self, of_whole: Sequence[Tensor], of_parts: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether the rows of one of the tensors are others in the whole batch."""
+        return any(
+            self._rows_differ(tensor, [own[place] for own in of_parts])
+            for place, tensor in enumerate(of_whole)
+            if all(place < len(own) for own in of_parts)
+        )
+
+    def _rows_differ(self, whole: Tensor, parts: Sequence[Tensor]) -> bool:
+        """Whether rows differ; a tensor without a dimension of samples has none."""
+        if not (whole.is_floating_point() or whole.is_complex()):
+            return False
+        if any(part.dim() != whole.dim() for part in parts):
+            return False
+        first = self.parts[0]
+        for dim in range(whole.dim()):
+            lengths = [part.shape[dim] for part in parts]
+            # Of samples, or of a fixed number of items per sample.
+            if sum(lengths) != whole.shape[dim]:
+                continue
+            if lengths[0] * self.whole.size != whole.shape[dim] * first.size:
+                continue
+            if any(_beside(part, dim) != _beside(whole, dim) for part in parts):
+                continue
+            apart = (whole - torch.cat(list(parts), dim)).abs()
+            largest = whole.abs().max().item() if whole.numel() else 0.0
+            return bool((apart > self.tolerance * max(largest, 1e-30)).any())
+        return False
+
+
+def _beside(tensor: Tensor, dim: int) -> list[int]:
+    return [size for place, size in enumerate(tensor.shape) if place != dim]
+
+
+def _mixing_layer(whole: _Pass, parts: Sequence[_Pass], pairs: _Pairs) -> str:
+    """Name the first module, in the order in which they end, that mixes samples."""
+    order = [name for name, *_ in whole.calls]
+    changed: set[str] = set()
+    for place, (name, module, given, gave) in enumerate(whole.calls):
+        same = [part.calls[place] for part in parts if place < len(part.calls)]
+        if len(same) < len(parts) or any(one[0] != name for one in same):
+            break
+        if pairs.differ(given, [one[2] for one in same]):
+            changed.add(name)
+        elif pairs.differ(gave, [one[3] for one in same]):
+            # Modules end before the one around them.
+            inside = [one for one in order if one.startswith(f"{name}." if name else "")]
+            if first := next((one for one in order if one in changed and one in inside), None):
+                around = f"module {name!r}" if name else "the model"
+                return f"the forward() of {around}, before {first!r},"
+            return f"layer {name!r} ({type(module).__name__})" if name else "the model's forward()"
+    return "the model's forward()"
