@@ -247,11 +247,11 @@ def announce(trainer: Trainer, parts: Parts) -> None:
         f"{strategy}{shape} on {device.type}, attempt {rank_info.attempt}, "
         f"restart {rank_info.restart}"
     )
+    if names := trainer.strategy.evaluating:
+        trainer.console.say(f"only evaluate, as model() has set them: {some_of(names)}")
     if description := trainer.strategy.describe():
         trainer.console.say(description)
     if config.dropout is not None:
-    if names := trainer.strategy.evaluating:
-        trainer.console.say(f"only evaluate, as model() has set them: {some_of(names)}")
         described = dropout.describe(sketch_of(parts.task))
         trainer.console.say(f"--dropout {config.dropout} {described}")
 

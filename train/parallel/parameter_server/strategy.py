@@ -209,13 +209,6 @@ class ServedTrainer(Trainer):
                 started = time.monotonic()
                 stop = stop or any(gradient.stop for gradient in gradients)
         except (NonFiniteLoss, UsageError) as caught:
-        if written := {name for gradient in gradients for name in gradient.written}:
-            raise UsageError(
-                f"--strategy ps: in step {self.progress.step + 1} forward() of the model of task "
-                f"{self.task.name!r} writes {some_of(written)}, of which trainers have copies that "
-                "they do not send back; write parameters in model() only and keep what moves in "
-                "buffers of floats, or use --strategy single"
-            )
             error = caught
         ended = Stretch(number=self._stretch, step=self.progress.step, error=error)
         server.close(ended)
@@ -225,6 +218,13 @@ class ServedTrainer(Trainer):
         """Make one update, atomically for all readers."""
         if infinite := [gradient for gradient in gradients if not math.isfinite(gradient.loss)]:
             raise self._not_finite("loss", infinite)
+        if written := {name for gradient in gradients for name in gradient.written}:
+            raise UsageError(
+                f"--strategy ps: in step {self.progress.step + 1} forward() of the model of task "
+                f"{self.task.name!r} writes {some_of(written)}, of which trainers have copies that "
+                "they do not send back; write parameters in model() only and keep what moves in "
+                "buffers of floats, or use --strategy single"
+            )
         loss = sum(gradient.loss for gradient in gradients)
         count = sum(gradient.count for gradient in gradients)
         extra: dict[str, float] = {}
@@ -255,7 +255,6 @@ class ServedTrainer(Trainer):
         while isinstance(work := wire.draw(trainer, self._stretch), Work):
             wire.push(self._gradient(work))
         return work
-        strategy.writes.start(contents=not strategy.writes.started)
 
     def _gradient(self, work: Work) -> Gradient:
         strategy, ticket = self.strategy, work.ticket
@@ -265,7 +264,7 @@ class ServedTrainer(Trainer):
         in_turn = strategy.shards > 1 or strategy.trainers == 1
         batch = self.feed.batch(begin) if in_turn else self.feed.lone_batch(begin)
         seed_generators(mixed(self.seed, ticket.update), self.group.device)
-            written=strategy.written() if strategy.has_written() else (),
+        strategy.writes.start(contents=not strategy.writes.started)
         sums = strategy.accumulate(batch.split_into(self.micro_batches))
         return Gradient(
             ticket=ticket,
@@ -275,4 +274,5 @@ class ServedTrainer(Trainer):
             moved=strategy.moved(work.weights),
             samples=self.feed.numbers(begin),
             stop=self.stop.requested,
+            written=strategy.written() if strategy.has_written() else (),
         )
