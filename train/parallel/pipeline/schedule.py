@@ -25,6 +25,7 @@ from ...errors import UsageError
 from ...model import compilation
 from ...model.modes import Modes
 from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
+from ...tasks.base import item_count
 from .. import cp, fsdp, hybrid, pieces, tp
 from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
 from ..consistency import some_of
@@ -66,8 +67,8 @@ class Pipelined(Strategy):
             hybrid.materialise(self.modules(), parts)
         self._settlement = hybrid.Settlement(self.modules(), mesh, parts)
         self._filled: frozenset[str] = frozenset()
-        self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
         self._modes = Modes(self.modules())
+        self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
         self._holds_last = len(self._plan) - 1 in self._stages
         if self._holds_last:
             # torch's schedules take a tensor or several, and no other tree.
@@ -109,7 +110,6 @@ class Pipelined(Strategy):
         names = frozenset[str]().union(*(units.without_gradient() for units in self._units))
         return self._filled | self._shared.canonical(names)
 
-    def micro_batches(self) -> int:
     def has_written(self) -> bool:
         """Whether a pass of this step has written a parameter, or a gathered copy of one."""
         copies = [units.has_written() for units in self._units]
@@ -123,6 +123,7 @@ class Pipelined(Strategy):
         """Describe why a write comes out wrong: stages have micro-batches on their way."""
         return f"{some_of(names)}, between the forward and the backward passes of micro-batches"
 
+    def micro_batches(self) -> int:
         """Count the micro-batches that `accumulate()` expects, all of one size."""
         return split.micro_batches(self.parts.config, self.parts.layout)
 
@@ -133,11 +134,11 @@ class Pipelined(Strategy):
         problem = ""
         if len(batch):
             in_parts = schedule in split.TWO_PASSES
-            borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
             writes = Writes(dict(self.named_parameters()), self.norm_device)
             writes.start(contents=True)
-                with borrowed:
+            borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
             try:
+                with borrowed:
                     self.passed(self._slice.of(batch.part(0, 1)).inputs)
             except UsageError as error:
                 problem = str(error)
@@ -147,10 +148,10 @@ class Pipelined(Strategy):
                     f"{borrowed.problem}; take it from its module in forward(), have pieces() name "
                     "a module around both, or use --strategy fsdp"
                 )
-            raise UsageError(problems[0])
             elif writes.any():
                 problem = self._unkept(writes.names())
         if problems := [one for one in self.parts.group.gather(problem) if one]:
+            raise UsageError(problems[0])
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
@@ -160,8 +161,8 @@ class Pipelined(Strategy):
         Raises:
             UsageError: a stage gives something else than a tensor; ranks before it do not know.
         """
-        try:
         self._modes.evaluate()
+        try:
             return self._relay.run(inputs)
         except Untransferable as error:
             number, kind = error.args
@@ -198,10 +199,9 @@ class Pipelined(Strategy):
         self._filled = self._shared.sum_gradients()
         if not self._reports:
             return Sums(loss=torch.zeros((), device=self.norm_device), count=0)
-        count = sum(self.task.count(batch.targets) for batch in batches)
+        count = sum(item_count(self.task, batch.targets) for batch in batches)
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
 
-    def _flatten(self, stage: nn.Module, arguments: object, outputs: Tree) -> Tree:
     def _unkept(self, names: Sequence[str]) -> str:
         return (
             f"--pp {self.parts.layout.pp}: forward() of the model of task {self.task.name!r} "
@@ -209,6 +209,7 @@ class Pipelined(Strategy):
             "moves in buffers of floats, or leave out --pp"
         )
 
+    def _flatten(self, stage: nn.Module, arguments: object, outputs: Tree) -> Tree:
         """Put the outputs of the last stage one after the other, and note how they are nested."""
         self._form = form_of(outputs)
         if self._form is None:
