@@ -109,6 +109,7 @@ first_error() {  # FOLDER all|last [MARK] <TORCHRUN'S_REPORTS: reads files below
       close(tail(dir "/metrics.jsonl", 65536))
       line = dir "/checkpoints"; gsub(q, q "\\" q q, line); line = "ls -t " q line q " 2>/dev/null"
       if (made == "" && (line | getline text) > 0) made = "after " text
+      close(line)
       return made == "" ? "-" : made
     }
     function look(start,   i, text, bare, at) {  # at a start; "" is the last one of each node

@@ -698,10 +698,23 @@ def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Jo
     assert job.asked == []
 
 
-def test_the_next_attempt_says_what_the_last_had_no_time_to_say(job: Job) -> None:
+LOST = """\
+srun: error: Node failure on n2
+slurmstepd-n2: error: *** JOB 7 ON n2 CANCELLED AT 2026-11-28T20:52:07 DUE TO NODE FAILURE, SEE \
+SLURMCTLD LOG FOR DETAILS ***
+"""
+
+
+@pytest.mark.parametrize(("down", "printed"), [("n2", ""), ("", LOST)])
+def test_the_next_attempt_says_what_the_last_had_no_time_to_say(
+    job: Job, down: str, printed: str
+) -> None:
+    """The node may be back already."""
     job.attempt = 1
-    job.environ["DOWN"] = "n2"
+    job.environ["DOWN"] = down
     job.had(0, "terminated")
+    job.log.write_text(printed)
+    (job.folder(0) / "log").write_text(f"0 {job.log}\n")
     assert job.run("complete_previous_attempt") == 0
     assert (job.folder(0) / "reason").read_text() == (
         "node_failure: down: n2; killed before it could say so\n"
