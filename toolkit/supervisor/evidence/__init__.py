@@ -1,0 +1,1 @@
+"""What an attempt leaves behind, read: outcome.json, torchrun's reports, errors of ranks."""

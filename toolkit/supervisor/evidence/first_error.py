@@ -1,0 +1,402 @@
+"""The first error of a start of the ranks, and whether two starts have failed in the same way.
+
+A rank may have written an error file (torchrun's `record`), or an exception on stderr. Most of
+what the other ranks write then is an echo: they have lost the first one.
+"""
+
+import os
+import re
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from .files import last_lines, read
+
+MESSAGE_CHARS = 300
+_LONGEST_MESSAGE = 2000
+"""How much of a message is looked at: what follows is not compared."""
+
+
+class Failure(NamedTuple):
+    """How a start of the ranks has failed."""
+
+    kind: str
+    """`error`: a rank has raised it; `fault`: an exception that mostly is the code's fault; `bare`:
+    a signal, an exit status or a lost peer, at a known step; `unsure`: the step is not known."""
+
+    step: str
+    """`N`; `N+` for N or later; `after NAME` of the newest checkpoint; `-` if nothing is known."""
+
+    message: str
+    """What was raised, without what differs from start to start: paths, numbers, times, hosts."""
+
+    def line(self) -> str:
+        """Return it as the file `first_error` of an attempt holds it."""
+        return "\t".join(self)
+
+
+def from_line(line: str) -> Optional[Failure]:
+    """Return what a file `first_error` says, or nothing if it does not hold one failure."""
+    fields = line.rstrip("\n").split("\t")
+    return Failure(*fields) if len(fields) == 3 and "\n" not in line.rstrip("\n") else None
+
+
+# ---- Whether two failures are the same
+
+
+def alike(before: Optional[Failure], now: Failure, *, in_a_row: bool) -> bool:
+    """Whether a failure is the same as an earlier one, so that a third start would end like both.
+
+    A fault is the same at any step. Other errors are the same at the same known step, or word for
+    word in two starts in a row.
+    """
+    if before is None or before.kind != now.kind or before.kind == "unsure":
+        return False
+    if before.kind == "fault" and before.message == now.message:
+        return True
+    if before.step[:1].isdigit() and before.step == now.step:
+        return _loose(before.message) == _loose(now.message)
+    return in_a_row and before == now
+
+
+def _loose(text: str) -> str:
+    return re.sub("[0-9]+", "#", re.sub('/[^ ,;"]+', "/*", text))
+
+
+# ---- What ranks have raised
+
+_PEER = re.compile(
+    "connection (?:closed|reset) by peer|connection (?:refused|was closed)|broken pipe"
+    "|remote process exited|connectfullmesh failed|gloo/transport"
+    "|(?:recv|send)(?:value|bytes) failed|failed to (?:recv|send)|nccl error"
+    "|nccl communicator was aborted|dist(?:backend|network|store)error"
+    "|watchdog caught collective|timed ?out|wait timeout|ends because of others"
+    "|another rank went away|^the same as (?:rank [0-9]+|another rank)"
+)
+"""Of messages, in small letters: a rank has lost another one."""
+
+_OWN = re.compile(
+    "nccl(?:invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+)
+"""What looks like a lost peer, and is not."""
+
+_FAULT = re.compile(
+    "(?:Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax"
+    "|Type|UnboundLocal|Value|ZeroDivision)Error(?::|$)"
+)
+
+ANOTHER_ONE = "ranks have lost another one"
+
+_IGNORED_EXITCODES = frozenset(("-1", "-2", "-3", "-10", "-15"))
+"""Signals by which torchrun ends ranks."""
+
+_AFTER_MOST = 50
+"""With more lines after an exception, the rank went on."""
+
+
+def _printed(path: str) -> str:
+    """Return the last exception in the stderr of a rank without an error file."""
+    text, expected, after, ignored = "", False, 0, False
+    for full in last_lines(path):
+        line = re.sub(r"^\[rank[0-9]+\]: ?", "", full)
+        if line.startswith("Exception ignored"):  # by Python, mostly when it ends
+            ignored = True
+        elif line.startswith("Traceback (most recent call last):"):
+            expected, after, ignored = not ignored, 0, False
+        elif re.match(r" *what\(\): ", line):
+            text = re.sub(r"^ *what\(\): *", "", line)
+            expected, after = False, 0
+        elif line.startswith("Fatal Python error: "):
+            if not text or after > 2:
+                text = line
+            expected, after = False, 0
+        elif not line or line[0] in " \t":
+            continue
+        elif expected:
+            text, expected = line, False
+        else:
+            after += 1
+    return "" if after > _AFTER_MOST else text
+
+
+def _member(text: str, name: str) -> str:
+    """Return the value of a name in a line of JSON that may be cut; of a text, its first line."""
+    found = re.search(rf'"{name}" *: *(["0-9a-z].*)', text, re.DOTALL)
+    if found is None:
+        return ""
+    value = found.group(1)
+    if value[0] != '"':
+        return re.sub("[^0-9a-z].*", "", value, flags=re.DOTALL)
+    value = value[1:1001].replace("\\\\", "\1").replace('\\"', "\2")
+    value = re.sub(r'(?:\\n|").*', "", value, flags=re.DOTALL)
+    return value.replace("\2", '"').replace("\1", "\\")
+
+
+# ---- What differs from start to start
+
+_NUMBERED = re.compile(
+    "(?:[Pp][Ii][Dd]|[Pp]rocess|[Tt]hread|[Aa]ttempt|[Rr]estart|[Pp]ort|[Rr]ank|GPU|cuda)"
+    "[ =:_-]*[0-9]+"
+)
+_DURATION = re.compile(
+    "(?<![0-9.])[0-9.]*[0-9] ?(?:milliseconds|seconds|minutes|ms|us|s)(?![A-Za-z0-9])"
+)
+_MASKS = [
+    (re.compile("0x[0-9A-Fa-f]+"), "0x*"),
+    (re.compile('attempt[-_][0-9]+/[^ "]*'), "attempt-*"),
+    (re.compile("/tmp[A-Za-z0-9_]+"), "/tmp*"),
+    (re.compile("(?<![0-9])[0-9]+-[0-9][0-9]-[0-9][0-9]"), "*"),
+    (re.compile("(?<![0-9])[0-9]+:[0-9][0-9]:[0-9][0-9](?:[.,][0-9]+)?"), "*"),
+    (re.compile(r"(?<![0-9])[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+"), "*"),
+    (re.compile(":[0-9]{4,}"), ":*"),
+    (re.compile(r"[0-9]{10,}(?:\.[0-9]+)?"), "*"),
+]
+
+
+def _plain(text: str, hosts: Iterable[str]) -> str:
+    """Mask what differs from start to start."""
+    text = text.replace("\t", " ")[:_LONGEST_MESSAGE]
+    for host in hosts:
+        if host:
+            text = re.sub(rf"(?<![A-Za-z0-9_]){re.escape(host)}(?![A-Za-z0-9_])", "*", text)
+    for pattern, mask in _MASKS:
+        text = pattern.sub(mask, text)
+    text = _DURATION.sub("* s", text)
+    text = _NUMBERED.sub(lambda found: re.sub("[0-9]+$", "*", found.group()), text)
+    text = re.sub("[0-9a-f]{8,}", lambda found: _without_id(found.group()), text)
+    return text[:MESSAGE_CHARS]
+
+
+def _without_id(word: str) -> str:
+    return "*" if re.search("[0-9]", word) and re.search("[a-f]", word) else word
+
+
+# ---- The files of ranks
+
+
+class _File(NamedTuple):
+    """What a rank has left of one start: `NODE/RUN/attempt_N/RANK/NAME`."""
+
+    path: str
+    rank: str
+    """Its folder."""
+    number: str
+    """The N of torchrun's folder `attempt_N`."""
+    run: str
+    """The folder of one torchrun."""
+    node: str
+
+    @property
+    def is_error_file(self) -> bool:
+        return self.path.endswith("/error.json")
+
+
+def _rank_files(folder: str, newer_than_ns: Optional[int]) -> List[_File]:
+    """Return the ranks' error files and stderr below a folder, the oldest first."""
+    found: List[Tuple[int, str]] = []
+    for place, _, names in os.walk(folder):
+        if "/attempt_" not in place + "/":
+            continue
+        for name in names:
+            if name in ("error.json", "stderr.log"):
+                path = place + "/" + name
+                try:
+                    changed_ns = os.lstat(path).st_mtime_ns
+                except OSError:
+                    continue
+                if newer_than_ns is None or changed_ns > newer_than_ns:
+                    found.append((changed_ns, path))
+    found.sort(key=lambda one: one[1], reverse=True)
+    found.sort(key=lambda one: one[0])
+    files = []
+    for _, path in found:
+        rank = path.rpartition("/")[0]
+        start = rank.rpartition("/")[0]
+        run = start.rpartition("/")[0]
+        digits = re.search("[0-9]+$", start)
+        number = digits.group() if digits else start
+        files.append(_File(path, rank, number, run, run.rpartition("/")[0]))
+    return files
+
+
+def _number(text: str) -> int:
+    found = re.match("[0-9]+", text)
+    return int(found.group()) if found else 0
+
+
+class Attempt(NamedTuple):
+    """Where the ranks of an attempt have left what they know."""
+
+    run_dir: str
+    number: int
+    nodes: Sequence[str] = ()
+    """Names of the nodes, and of this machine: they are no part of a message."""
+    reports: Sequence[str] = ()
+    """What torchrun has printed."""
+    newer_than_ns: Optional[int] = None
+    """When the start began, where an attempt has several (a pod); older files are not read."""
+
+
+class _Look:
+    """One look at the files of an attempt."""
+
+    def __init__(self, attempt: Attempt, folder: str, *, all_ended: bool) -> None:
+        self.attempt, self.all_ended = attempt, all_ended
+        self.hosts = dict.fromkeys(attempt.nodes)
+        self.died = self._read_reports()
+        self.files = _rank_files(folder, attempt.newer_than_ns)
+        self.error_files = {file.rank for file in self.files if file.is_error_file}
+        self.most: Dict[str, str] = {}
+        self.newest: Dict[str, str] = {}
+        for file in self.files:
+            known = self.most.get(file.run)
+            if known is None or _number(file.number) > _number(known):
+                self.most[file.run] = file.number
+            self.newest[file.node] = file.run
+        self.fewest = min((_number(self.most[run]) for run in self.newest.values()), default=0)
+
+    def _read_reports(self) -> str:
+        """Return how the first rank died, by torchrun's reports."""
+        when, first, died, root = "", "", "", False
+        for line in self.attempt.reports:
+            if line.startswith("Root Cause"):
+                root = True
+            found = re.match(" +(time|host|exitcode) *: *([^ ]*)", line)
+            if found is None:
+                continue
+            key, value = found.groups()
+            if key == "time":  # in one second, the failure that torchrun observed first
+                when, root = value + ("" if root else "~"), False
+            elif key == "host":
+                self.hosts[value] = None
+            elif value not in _IGNORED_EXITCODES and (not first or when + value < first):
+                first = when + value
+                died = "signal " + value[1:] if value[:1] == "-" else "exit status " + value
+        return died
+
+    def at(self, start: Optional[str]) -> Optional[Failure]:
+        """Return how a start has failed; without a number, the last one of each node."""
+        bare = self.died
+        for file in self.files:
+            last = file.number == self.most[file.run]
+            if start is None:
+                if not last or file.run != self.newest[file.node]:
+                    continue
+            elif file.number != start:
+                continue
+            if file.is_error_file:
+                text = _member(read(file.path).split("\n", 1)[0], "message")
+            elif file.rank in self.error_files or (not self.all_ended and last):
+                continue
+            else:
+                text = _printed(file.path)
+            if not text or text.startswith("stopped by "):
+                continue
+            low = text.lower()
+            if not _PEER.search(low) or _OWN.search(low):
+                kind = "fault" if _FAULT.match(text) else "error"
+                return Failure(kind, self._step(start), _plain(text, self.hosts))
+            if not bare.startswith("signal"):
+                bare = ANOTHER_ONE
+        if not bare:
+            return None
+        step = self._step(start)
+        return Failure("bare" if step.isdigit() else "unsure", step, bare)
+
+    def _is_of(self, record: str, start: Optional[str]) -> bool:
+        """Whether a record is of this attempt, and of this start."""
+        attempt, restart = _member(record, "attempt"), _member(record, "restart")
+        if attempt and attempt != str(self.attempt.number):
+            return False
+        if start is None:
+            return not restart or _number(restart) >= self.fewest
+        return not restart or restart == start
+
+    def _records(self, name: str, start: Optional[str]) -> Iterator[str]:
+        path = f"{self.attempt.run_dir}/{name}"
+        return (line for line in last_lines(path) if self._is_of(line, start))
+
+    def _outcome(self) -> str:
+        path = self.attempt.run_dir + "/outcome.json"
+        mark = self.attempt.newer_than_ns
+        try:
+            if mark is not None and os.stat(path).st_mtime_ns <= mark:
+                return ""
+        except OSError:
+            return ""
+        lines = read(path).split("\n")
+        return "".join(" " + line for line in (lines if lines[-1] else lines[:-1]))
+
+    def _step(self, start: Optional[str]) -> str:
+        outcome, made = self._outcome(), ""
+        if _member(outcome, "attempt") == str(self.attempt.number):
+            made = _member(outcome, "step")
+        if made:
+            failed = re.search("retryable|fatal", _member(outcome, "status"))
+            if failed and self._is_of(outcome, start):
+                return made
+            made += "+"
+        if start is not None:
+            steps = [
+                _member(line, "step")
+                for line in self._records("events.jsonl", start)
+                if re.search('"event": *"error"', line)
+            ]
+            if steps and steps[-1][:1].isdigit():
+                return steps[-1]
+        for line in self._records("metrics.jsonl", start):
+            if _member(line, "step"):
+                made = _member(line, "step") + "+"
+        if made:
+            return made
+        newest = _newest_checkpoint(self.attempt.run_dir)
+        return "after " + newest if newest else "-"
+
+    def starts(self) -> int:
+        """Return how often one torchrun has started the ranks."""
+        return _number(self.most[self.files[0].run]) + 1 if self.files else 0
+
+
+def _newest_checkpoint(run_dir: str) -> str:
+    folder = run_dir + "/checkpoints"
+    times = []
+    try:
+        for name in os.listdir(folder):
+            if not name.startswith("."):
+                times.append((-os.stat(f"{folder}/{name}").st_mtime_ns, name))
+    except OSError:
+        return ""
+    return min(times)[1] if times else ""
+
+
+def last_failure(attempt: Attempt, folder: str) -> Optional[Failure]:
+    """Return how the last start of all nodes has failed, once all have ended."""
+    return _Look(attempt, folder, all_ended=True).at(None)
+
+
+def repeated_failure(attempt: Attempt, folder: str, *, all_ended: bool) -> Optional[Failure]:
+    """Return how two starts by the torchrun of a folder have failed alike, if two have.
+
+    `all_ended`: the ranks of the last start have ended, too, so that their stderr is whole.
+    """
+    look = _Look(attempt._replace(reports=()), folder, all_ended=all_ended)
+    seen: List[Optional[Failure]] = []
+    for number in range(look.starts()):
+        now = look.at(str(number))
+        if now is not None and any(
+            alike(before, now, in_a_row=place == number - 1) for place, before in enumerate(seen)
+        ):
+            return now
+        seen.append(now)
+    return None
+
+
+def in_words(failure: Failure) -> str:
+    """Return a sentence about a failure that two starts had."""
+    step = failure.step
+    at = ""
+    if re.match("[0-9]+$", step):
+        at = " at step " + step
+    elif re.match(r"[0-9]+\+$", step):
+        at = f" at step {int(step[:-1])} or later"
+    elif step.startswith("after "):
+        at = " with no checkpoint " + step
+    return f"the same failure twice{at}: {failure.message}"

@@ -1,0 +1,325 @@
+"""How an attempt ended, and whether another one follows: the same rules at every place.
+
+`judge` asks for the evidence in the order of `RULES`; the first rule with an answer decides. The
+words are the table in docs/reference/run-directory.md, "How an attempt ended".
+"""
+
+from typing import Callable, Iterable, List, NamedTuple, Optional
+
+from .evidence.first_error import Failure, in_words
+from .evidence.outcome import Outcome
+
+NO_PROGRESS_STATUS = 93
+"""The exit status of a worker, or of a script, by which an attempt without progress ends."""
+
+_NOT_STARTED = frozenset((2, 126, 127))
+"""Exit statuses of programs that could not begin, by sh(1) and Python's argparse."""
+
+
+class Verdict(NamedTuple):
+    """How an attempt ended."""
+
+    word: str
+    why: str = ""
+
+
+class Evidence:
+    """What is known of an attempt that has ended. A place answers what it can know.
+
+    The answers may cost a call of the scheduler, so that none is asked for before it is needed.
+    """
+
+    status = 0
+    """The exit status of torchrun, or of what has started it on all nodes."""
+
+    outcome: Optional[Outcome] = None
+    """The record outcome.json, if it is of this attempt."""
+
+    stopping = ""
+    """Why the attempt was to stop, if it was: a word of the place."""
+
+    disk = ""
+    """The folder for which no space is left."""
+
+    def ranks_began(self) -> bool:
+        """Whether torchrun has started ranks."""
+        return True
+
+    def superseded(self) -> Optional[Verdict]:
+        """Whether another attempt has taken over."""
+        return None
+
+    def repeated(self) -> Optional[Failure]:
+        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        return None
+
+    def exited_with(self, status: int) -> bool:
+        """Whether a worker has ended with this exit status, by torchrun's report."""
+        return False
+
+    def no_progress(self) -> bool:
+        """Whether another node has seen that a worker ends for want of progress."""
+        return False
+
+    def stopped(self) -> Optional[Verdict]:
+        """Who has ended the attempt from outside."""
+        return None
+
+    def raised(self) -> Optional[Failure]:
+        """The first error of the last start."""
+        return None
+
+    def failed_before(self) -> Optional[Failure]:
+        """The failure of this start, if an earlier start, of any attempt, failed alike."""
+        return None
+
+    def out_of_memory(self) -> Optional[str]:
+        """Where the kernel has killed a process for want of memory; empty if not known where."""
+        return None
+
+    def torchrun_was_killed(self) -> Optional[str]:
+        """On which node torchrun was killed, if that was the first failure."""
+        return None
+
+    def could_not_start(self) -> Optional[Verdict]:
+        """What has kept torchrun from starting."""
+        return None
+
+
+# ---- The rules, in their order
+
+
+def _said(evidence: Evidence) -> str:
+    """Return the reason in outcome.json, with the rank that has written it."""
+    if evidence.outcome is None:
+        return ""
+    rank, reason = evidence.outcome.rank, evidence.outcome.reason
+    return f"rank {rank}: {reason}" if rank else reason
+
+
+def _outcome(evidence: Evidence) -> str:
+    return evidence.outcome.status if evidence.outcome else ""
+
+
+def _status(evidence: Evidence) -> int:
+    """Return torchrun's exit status; one that is stopped before its ranks began may say 0."""
+    if evidence.status == 0 and evidence.stopping and not _outcome(evidence):
+        return 0 if evidence.ranks_began() else 1
+    return evidence.status
+
+
+def _done(evidence: Evidence) -> Optional[Verdict]:
+    done = _outcome(evidence) == "done"
+    if done or (_status(evidence) == 0 and _outcome(evidence) in ("", "running")):
+        return Verdict("done")
+    return None
+
+
+def _superseded(evidence: Evidence) -> Optional[Verdict]:
+    return evidence.superseded()
+
+
+def _repeated(evidence: Evidence) -> Optional[Verdict]:
+    return _twice(evidence.repeated())
+
+
+def _no_progress(evidence: Evidence) -> Optional[Verdict]:
+    if not evidence.exited_with(NO_PROGRESS_STATUS) and not evidence.no_progress():
+        return None
+    said = _said(evidence)
+    return Verdict(
+        "no_progress",
+        f"a worker exited with status {NO_PROGRESS_STATUS}" + (f" ({said})" if said else ""),
+    )
+
+
+def _fatal(evidence: Evidence) -> Optional[Verdict]:
+    return Verdict("fatal", _said(evidence)) if _outcome(evidence) == "fatal" else None
+
+
+def _disk_full(evidence: Evidence) -> Optional[Verdict]:
+    if not evidence.disk or _outcome(evidence) == "preempted":
+        return None
+    return Verdict("fatal", "no space is left for " + evidence.disk)
+
+
+def _stopped(evidence: Evidence) -> Optional[Verdict]:
+    verdict = evidence.stopped()
+    raised = evidence.raised() if verdict else None
+    if verdict and raised and raised.kind in ("error", "fault"):
+        return verdict._replace(why=f"{verdict.why}; meanwhile a rank has raised {raised.message}")
+    return verdict
+
+
+def _out_of_memory(evidence: Evidence) -> Optional[Verdict]:
+    where = evidence.out_of_memory()
+    if where is None:
+        return None
+    return Verdict("fatal", "out of memory: " + (where or "the kernel killed a process"))
+
+
+def _preempted(evidence: Evidence) -> Optional[Verdict]:
+    if _outcome(evidence) == "preempted" and evidence.torchrun_was_killed() is None:
+        return Verdict("preempted", _said(evidence))
+    return None
+
+
+def _could_not_start(evidence: Evidence) -> Optional[Verdict]:
+    return evidence.could_not_start()
+
+
+def _code(evidence: Evidence) -> int:
+    """Return the exit status by which a start is judged: 2 of any worker counts."""
+    return 2 if evidence.exited_with(2) else _status(evidence)
+
+
+def _hopeless(evidence: Evidence) -> Optional[Verdict]:
+    code = _code(evidence)
+    if _outcome(evidence) or code not in _NOT_STARTED:
+        return None
+    return Verdict("fatal", f"exit status {code}: another start would end like this one")
+
+
+def _failed(evidence: Evidence) -> Verdict:
+    why, outcome = _said(evidence), evidence.outcome
+    if outcome is None or not outcome.status:
+        why = f"exit status {_code(evidence)} without a word in outcome.json"
+    elif outcome.status == "running":
+        why = f"killed without a word, at step {outcome.step} or later"
+    if _outcome(evidence) in ("", "preempted", "running"):
+        killed_on = evidence.torchrun_was_killed()
+        if killed_on is not None:
+            why = f"torchrun was killed on {killed_on} (exit status {_status(evidence)})"
+    return _twice(evidence.failed_before()) or Verdict("retryable", why)
+
+
+def _twice(failure: Optional[Failure]) -> Optional[Verdict]:
+    if failure is None:
+        return None
+    why = in_words(failure) + "; another start would end like these two"
+    return Verdict("fatal", why)
+
+
+RULES: Iterable[Callable[[Evidence], Optional[Verdict]]] = (
+    _done,
+    _superseded,
+    _repeated,
+    _no_progress,
+    _fatal,
+    _disk_full,
+    _stopped,
+    _out_of_memory,
+    _preempted,
+    _could_not_start,
+    _hopeless,
+    _failed,
+)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Return how an attempt ended."""
+    verdicts = (rule(evidence) for rule in RULES)
+    return next(verdict for verdict in verdicts if verdict is not None)
+
+
+# ---- What follows
+
+
+class Made(NamedTuple):
+    """What an attempt has come to."""
+
+    word: str
+    """Of its reason; empty while it has none."""
+
+    step: Optional[int] = None
+    """Its last step, if the script tells."""
+
+
+class Limits(NamedTuple):
+    """How often a run may start again (`retries` of a job file)."""
+
+    requeue: int = 0
+    """Failures after which another attempt follows."""
+
+    no_progress: int = 3
+    """Attempts in a row without a new step that end the run."""
+
+    preemptions: Optional[int] = None
+    """Preemptions, requeues and time limits after which another attempt follows; None: any."""
+
+    by_others: bool = False
+    """Whether the next job of a chain goes on, so that failures are not limited."""
+
+
+class Decision(NamedTuple):
+    """What follows an attempt."""
+
+    word: str
+    text: str
+    again: bool
+
+
+class Counts(NamedTuple):
+    """What the attempts since a submission have come to."""
+
+    failures: int
+    preemptions: int
+    idle: int
+    """Attempts in a row, up to the last one, without a new step."""
+    best: int
+    """The last step that any attempt has made."""
+
+
+def count(attempts: Iterable[Made], best: int = 0) -> Counts:
+    """Count attempts, in their order; `best` is the last step before them.
+
+    Running out of time is a failure only of an attempt of which no step is known. Attempts that
+    were preempted before they began count for nothing.
+    """
+    failures = preemptions = idle = 0
+    for word, step in attempts:
+        failures += word in ("retryable", "node_failure", "lost")
+        failures += word == "walltime" and step is None
+        preemptions += word in ("preempted", "requeued")
+        preemptions += word == "walltime" and step is not None
+        if step is not None and step > best:
+            best, idle = step, 0
+        elif step is not None:
+            idle += 1
+    return Counts(failures, preemptions, idle, best)
+
+
+def limit_reached(counts: Counts, limits: Limits, word: str = "") -> Optional[Decision]:
+    """Return which limit ends a run whose attempts have come to so much, if one does."""
+    if counts.idle >= limits.no_progress:
+        text = "no step beyond {} in {} attempts (retries.no_progress)"
+        return Decision("no_progress", text.format(counts.best, counts.idle), again=False)
+    if not limits.by_others and counts.failures > limits.requeue:
+        return Decision(word or "gave_up", f"gave up after {limits.requeue} requeues", again=False)
+    if limits.preemptions is not None and counts.preemptions > limits.preemptions:
+        text = f"gave up after {limits.preemptions} preemptions (retries.preemptions)"
+        return Decision(word or "gave_up", text, again=False)
+    return None
+
+
+_FINAL = frozenset(("no_progress", "fatal", "cancelled", "fenced"))
+
+
+def decide(word: str, attempts: List[Made], limits: Limits, *, again: str, best: int = 0,
+           queued: bool = False) -> Decision:  # fmt: skip
+    """Return what follows an attempt that ended by this word.
+
+    `attempts`: all since the submission, this one included. `again`: the place's words for another
+    attempt that follows. `queued`: the scheduler itself has queued the job again.
+    """
+    if word == "done":
+        return Decision(word, "all steps made", again=False)
+    if word in _FINAL:
+        return Decision(word, "not " + again, again=False)
+    if not limits.requeue:
+        text = f"not {again} (retries.requeue is 0)"
+        if limits.by_others:
+            text = "the next job of the chain goes on"
+        return Decision(word, text, again=False)
+    reached = None if queued else limit_reached(count(attempts, best), limits, word)
+    return reached or Decision(word, again, again=True)
