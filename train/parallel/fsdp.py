@@ -105,7 +105,8 @@ def apply(
             module.set_force_sum_reduction_for_comms(True)
             # Parameters that only some ranks' data use are reduced like all others.
             module.set_reduce_scatter_unused_params(True)
-    return Units(model, units, task=task)
+    # In a rehearsal tensors have no contents.
+    return Units(model, units, task=task, look=not config.dry_run)
 
 
 def _check_types(model: nn.Module, units: Sequence[str], *, task: str) -> None:
@@ -169,8 +170,13 @@ def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 class Units:
     """The units of one model on this rank, watched from within torch's own hooks."""
 
-    def __init__(self, model: nn.Module, pieces: Sequence[str], *, task: str) -> None:
-        """Watch a sharded model, itself a unit, and the units in it, in the order of the pass."""
+    def __init__(
+        self, model: nn.Module, pieces: Sequence[str], *, task: str, look: bool = True
+    ) -> None:
+        """Watch a sharded model, itself a unit, and the units in it, in the order of the pass.
+
+        `look`: in the first step, also at what parameters hold.
+        """
         self._model, self.pieces, self._task = model, tuple(pieces), task
         self._next = 0
         self._with_gradient: set[int] = set()
@@ -179,7 +185,7 @@ class Units:
         # Of the whole parameters, which are copies that a unit's ranks gather: how often torch has
         # written in them, and until the first step is over, what they hold.
         self._versions: dict[int, int] = {}
-        self._contents: dict[int, Tensor] | None = {}
+        self._contents: dict[int, Tensor] | None = {} if look else None
         self._overwritten: set[int] = set()
         numbers = {id(model.get_submodule(name)): n for n, name in enumerate(self.pieces)}
         # Public hooks would be compiled along with a piece, or come too early or too late.
