@@ -11,6 +11,7 @@ from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
 from .data.order import SampleOrder, mixed, seed_generators, seed_of
 from .errors import NonFiniteLoss, UsageError
+from .model import sparse
 from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
 from .model.optimizer import LearningRate
@@ -20,7 +21,7 @@ from .profiling.capture import Profiler
 from .rundir.console import figures
 from .rundir.files import TrainingProgress, read_lines
 from .runtime.signals import StopRequest
-from .tasks.base import item_count
+from .tasks.base import held_by, item_count
 
 
 class Trainer:
@@ -51,6 +52,7 @@ class Trainer:
         self.micro_batches = strategy.micro_batches()
         self.untrained = Untrained(strategy, group)
         self.learning_rate = LearningRate(config, progress.steps)
+        self._sparse_checked = False
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Gradients are divided by this on the way. A function of the run, so that a resumed one
         # rounds alike; `update()` corrects it once all ranks know the true count.
@@ -105,6 +107,7 @@ class Trainer:
             self.stop.wait_for_the_loop()
             if progress.step == first:
                 check_counters(self.strategy, self.group, task=self.task.name)
+                self._name_untrained_of_task()
         self.strategy.finish()
         self.close()
         self.saver.save(progress, epoch=self.epoch)
@@ -185,6 +188,8 @@ class Trainer:
         progress, lr = self.progress, self.learning_rate.at(self.progress.step)
         # By the count of the whole global batch: a mean of means would weigh items differently.
         # Where it is the expected count, the factor is 1, and nothing is left to do.
+        if not self._sparse_checked:
+            self._refuse_sparse_gradients()
         self.strategy.scale_gradients(divisor / max(count, 1.0))
         if self._gradients_are_good():
             self.optimizer.step(lr)
@@ -205,6 +210,13 @@ class Trainer:
             samples_per_s=self.config.global_batch / max(time.monotonic() - started, 1e-9),
             **extra,
         )
+
+    def _refuse_sparse_gradients(self) -> None:
+        """Refuse what no layer could have told: `functional.embedding()` may have them, too."""
+        named, name = self.strategy.named_parameters(), self.task.name
+        strategy = self.config.strategy_on(self.group.rank_info)
+        sparse.refuse(sparse.gradients(named), self.config, strategy=strategy, task=name)
+        self._sparse_checked = True
 
     def note_stop(self, ranks_signalled: float) -> bool:
         """Whether any rank got a stop request, and record it in `events.jsonl`."""
@@ -271,6 +283,21 @@ class Trainer:
             self.console.say(
                 f"in step {step} nothing gives a gradient to {some_of(names)}: they stay as they "
                 "are until something does"
+            )
+
+    def _name_untrained_of_task(self) -> None:
+        """Say it if the loss depends on parameters that the model does not have."""
+        own = {id(parameter) for _, parameter in self.strategy.named_parameters()}
+        mine = [
+            n
+            for n, t in held_by(self.task)
+            if t.is_leaf and t.grad is not None and id(t) not in own
+        ]
+        if names := frozenset(name for rank in self.group.gather(mine) for name in rank):
+            self.console.say(
+                f"the loss gives a gradient to {some_of(names)} of the task, which nothing trains: "
+                "only parameters of the model are; make it one of a module that model() returns, "
+                "or detach() it"
             )
 
     def _gradients_are_good(self) -> bool:

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .failure.record import fail, tell_torchrun
 from .loop import Trainer
-from .model import dropout
+from .model import dropout, sparse
 from .model.gradients import LossScaler
 from .model.optimizer import NamedOptimizer
 from .parallel.base import Parts
@@ -197,8 +197,10 @@ def assemble(
         UsageError: the model cannot be split by the layout.
     """
     config, group = parts.config, parts.group
-    strategy = parallel.build(config.strategy_on(group.rank_info), parts)
+    name = config.strategy_on(group.rank_info)
+    strategy = parallel.build(name, parts)
     strategy.verify()
+    sparse.refuse(strategy.sparse_layers, config, strategy=name, task=parts.task.name)
     # After the strategy has wrapped the model: it may have replaced the parameters.
     optimizer = NamedOptimizer(strategy.named_parameters(), config)
     strategy.bind(optimizer)

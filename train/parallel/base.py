@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data.order import seed_generators, seed_of
 from ..errors import UsageError
-from ..model import compilation
+from ..model import compilation, sparse
 from ..model.modes import Modes, settle
 from ..model.prepare import prepare
 from ..model.trees import Tree, mapped, tensors_of
@@ -117,6 +117,7 @@ class Strategy(ABC):
         self._given, self._originals = Inventory.of([model]), Originals(model)
         self.evaluating = settle(model)
         """Layers that only evaluate, as the task has set them."""
+        self.sparse_layers = sparse.layers(model)
         self.shard = parts.layout.shard(parts.group.rank_info.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)

@@ -73,7 +73,7 @@ def apply(
     them to the last, and its gradients from all of them are added before they are reduced.
 
     Raises:
-        UsageError: a parameter has no dimension that could be shared out, or another type than
+        UsageError: a parameter is empty or has no dimension to be shared out, or another type than
             the parameters that it would be reduced with.
     """
     for name, parameter in model.named_parameters():
@@ -82,6 +82,12 @@ def apply(
                 f"task {task!r}: parameter {name!r} is a single number without a dimension, which "
                 "sharded data parallel cannot share out; make it a tensor of shape [1], or use "
                 "--strategy ddp"
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise UsageError(
+                f"task {task!r}: parameter {name!r} of shape {list(parameter.shape)} is empty, "
+                "and sharded data parallel reduces no empty gradient; leave the parameter out, or "
+                "use --strategy ddp"
             )
     # A linear layer's output is a view whenever its input has three dimensions.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

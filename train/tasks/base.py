@@ -13,10 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from ..data.order import Batch, Samples, targets_of
 from ..errors import UsageError
-from ..model.trees import Tree, sample_count, tensors_of
+from ..model.trees import Tree, named, sample_count, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
+
+
+_CONTAINERS = (Tensor, list, tuple, dict)
 
 
 class Task(ABC):
@@ -162,6 +165,16 @@ def model_of(task: Task) -> nn.Module:
                 "its sizes, or pass a sample through the model in model()"
             )
     return model
+
+
+def held_by(task: Task) -> Iterator[tuple[str, Tensor]]:
+    """Name the tensors that a task itself holds, also in its modules, and in lists and dicts."""
+    for attribute, value in vars(task).items():
+        if isinstance(value, nn.Module):
+            yield from ((f"{attribute}.{name}", p) for name, p in value.named_parameters())
+        else:
+            leaves = named(attribute, value) if isinstance(value, _CONTAINERS) else []
+            yield from ((name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor))
 
 
 def sketch_of(task: Task) -> nn.Module:

@@ -1,0 +1,64 @@
+"""Layers with sparse gradients, which only some optimizers, options and strategies can take.
+
+A sparse gradient holds the rows that a batch has used. The momentum of SGD becomes sparse as well,
+and no checkpoint can hold it; clipping has no norm of it, and sharding cannot cut it.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..cli.config import Config
+
+STRATEGIES = ("single", "manual", "dataparallel", "ddp", "ps")
+
+
+def layers(model: nn.Module) -> list[str]:
+    """Name the layers of a model that give their weights sparse gradients."""
+    return [
+        f"layer {name!r} ({type(module).__name__}, sparse=True)"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+
+
+def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Name the parameters that have a sparse gradient."""
+    return [
+        f"parameter {name!r}"
+        for name, parameter in parameters
+        if parameter.grad is not None and parameter.grad.layout != torch.strided
+    ]
+
+
+def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) -> None:
+    """Refuse sparse gradients where something cannot take them.
+
+    Raises:
+        UsageError: names the layer, and all that cannot.
+    """
+    name = next(iter(names), None)
+    refusing = {
+        f"--optimizer {config.optimizer}": config.optimizer != "sgd",
+        f"--momentum {config.momentum}": config.optimizer == "sgd" and config.momentum > 0,
+        f"--weight-decay {config.weight_decay}": config.weight_decay > 0,
+        "--clip-norm": config.clip_norm is not None,
+        "--precision fp16": config.precision == "fp16",
+        "--reduce exact": config.reduce == "exact",
+        f"--comm-hook {config.comm_hook}": config.comm_hook != "none",
+        f"--strategy {strategy}": strategy not in STRATEGIES,
+    }
+    if name is not None and any(refusing.values()):
+        flags = ", ".join(flag for flag, refuses in refusing.items() if refuses)
+        raise UsageError(
+            f"task {task!r}: {name} has sparse gradients, which do not go with {flags}; use dense "
+            "ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with --strategy "
+            "ddp"
+        )
