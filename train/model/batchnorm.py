@@ -172,13 +172,14 @@ def never_sent(model: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.dtype not in SENT]
 
 
-def moving_buffers(model: nn.Module) -> list[Tensor]:
-    """List the buffers that training may move differently on each rank.
+Place = tuple[nn.Module, str]
+"""A buffer by its module and the name there: forward() may put another tensor in its place."""
 
-    Of complex ones, a view of their memory as pairs of real numbers.
-    """
+
+def moving_places(model: nn.Module) -> list[Place]:
+    """List the buffers that training may move differently on each rank."""
     return [
-        _real(buffer)
+        (module, name)
         for module in model.modules()
         # The same on all ranks by themselves.
         if not isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm)
@@ -189,6 +190,19 @@ def moving_buffers(model: nn.Module) -> list[Tensor]:
     ]
 
 
+def moving_buffers(model: nn.Module) -> list[Tensor]:
+    """List these buffers as they are now.
+
+    Of complex ones, a view of their memory as pairs of real numbers.
+    """
+    return [_real(buffer) for buffer in map(_at, moving_places(model)) if buffer is not None]
+
+
+def _at(place: Place) -> Tensor | None:
+    module, name = place
+    return module._buffers.get(name)
+
+
 def _real(buffer: Tensor) -> Tensor:
     if not buffer.is_complex():
         return buffer
@@ -197,14 +211,15 @@ def _real(buffer: Tensor) -> Tensor:
 
 
 def average_buffers(
-    buffers: Sequence[Tensor], groups: "Sequence[dist.ProcessGroup | None]" = (None,)
+    places: Sequence[Place], groups: "Sequence[dist.ProcessGroup | None]" = (None,)
 ) -> None:
-    """Replace `moving_buffers()` by their mean over ranks, in one exchange per group.
+    """Replace the buffers at `moving_places()` by their mean over ranks, one exchange per group.
 
     There is one group per data axis, of ranks that work on different samples; None: all ranks.
     """
-    if not buffers:
+    if not places:
         return
+    buffers = [_real(buffer.detach()) for place in places if (buffer := _at(place)) is not None]
     # In double precision: the mean of equal values is the value itself.
     flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
     for group in groups:

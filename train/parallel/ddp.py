@@ -60,7 +60,7 @@ class DataParallel(WholeModel):
                     process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=10
                 )
                 self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        self._running_statistics = batchnorm.moving_buffers(self.model)
+        self._running_statistics = batchnorm.moving_places(self.model)
         # In the order in which the reducer numbers them.
         self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 

@@ -129,7 +129,7 @@ class Settlement:
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, parts: Parts) -> None:
         """Take the model or this rank's stages, when no tensor is on the device `meta` any more."""
         self._modules, self._parts = modules, parts
-        self._running_statistics = [b for m in modules for b in batchnorm.moving_buffers(m)]
+        self._running_statistics = [p for m in modules for p in batchnorm.moving_places(m)]
         self._data_groups = [group for group in map(mesh.get_group, DATA) if group.size() > 1]
         self._mesh, self._first_step = mesh, True
 

@@ -68,6 +68,8 @@ TWO: list[Case] = [
         for task in ("Evaluating", "OwnTrain")
         for how in (DDP, FSDP, EXACT, PP)
     ),
+    # Buffers that forward() moves.
+    *((task, how, RIGHT) for task in ("Replaced", "Moved") for how in (DDP, FSDP, EXACT)),
     # Parameters that forward() writes.
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
     *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),

@@ -244,3 +244,49 @@ class OwnTrain(Evaluating):
 
     def normalisation(self) -> nn.Module:
         return _Frozen(WIDTH)
+
+
+# Buffers that forward() moves.
+
+
+class Moving(nn.Linear):
+    """A layer that subtracts a moving average, or multiplies by a counter."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.how, self.passes = how, 0
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.mean.clone()
+        if self.training and len(x):
+            self.passes += 1
+            if self.how == "replaced":
+                self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            elif self.how == "moved":
+                self.mean += 0.1 * (x.detach().mean(0) - self.mean)
+            elif self.how == "counted" and self.passes > 2:
+                self.count += (x.detach()[:, 0] > 0).sum()
+        hidden = super().forward(x - before)
+        return hidden / (1 + self.count)
+
+
+class Replaced(Kind):
+    how = "replaced"
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.middle[0] = Moving(self.how)
+        return model
+
+
+class Moved(Replaced):
+    how = "moved"
+
+
+class CountedLate(Replaced):
+    how = "counted"

@@ -48,12 +48,18 @@ class Served(WholeModel):
         self.shards = self.trainers if in_step else 1
         self.shard = max(parts.group.rank_info.rank - 1, 0) if in_step else 0
         self.axes = (self.shard,)
-        saved = self.model.state_dict().keys()
-        # Of running statistics, how far they move is sent; a table of angles never does.
-        buffers = batchnorm.numeric_buffers(self.model)
-        self._buffers = [buffer for name, buffer in buffers.items() if name in saved]
         # How many ages were noted, their sum, and the largest.
         self._ages = 0, 0, 0
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        """Those whose movement is sent: running statistics, but no table that is not saved.
+
+        As they are now: forward() may put other tensors in their places.
+        """
+        saved = self.model.state_dict().keys()
+        buffers = batchnorm.numeric_buffers(self.model)
+        return [buffer.detach() for name, buffer in buffers.items() if name in saved]
 
     def describe(self) -> str:
         """Print the role of each rank."""
