@@ -16,7 +16,7 @@ from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
 from toolkit.lint.training.script import read_training_script
-from toolkit.local.train_arguments import train_problems
+from toolkit.local.train_arguments import proof_problems, train_problems
 from toolkit.planning import plan
 from toolkit.planning.arguments import argument_problems
 from toolkit.planning.kubernetes import KubernetesPlan
@@ -78,6 +78,7 @@ def check(
     to: Sequence[str | Profile] = (),
     server: bool = False,
     schemas: str | Path | None = None,
+    verify: bool = False,
     command: Command = run_command,
     api_client: Any = None,
 ) -> list[Finding]:
@@ -93,6 +94,8 @@ def check(
             for a batch script, that of its site.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
         schemas: A folder with the CustomResourceDefinitions that apply to manifests.
+        verify: Whether to start the ranks of a job that trains with `train` on the CPUs of this
+            machine, and to compare its first steps with those of one process.
         command: Runs Slurm's commands for a batch script.
         api_client: A `kubernetes.client.ApiClient`; without it, the kubeconfig or the pod's own
             cluster is used.
@@ -136,6 +139,9 @@ def check(
             else:
                 problems = ask_site(job, to=profile)
             findings += map(finding, problems)
+    if verify and not findings:
+        problems, document = proof_problems(load(path, overrides)), read_job(path, overrides)
+        findings += [finding(problem, document) for problem in problems]
     return list(dict.fromkeys(findings))
 
 

@@ -93,6 +93,12 @@ def init(
     metavar="DIR",
     help="Check manifests by the CustomResourceDefinitions in a folder (kubectl get crd -o yaml).",
 )
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Start the ranks of a `module: train` job on this machine's CPUs; they compare three "
+    "small steps with those of one process.",
+)
 @JSON
 def check(
     files: tuple[Path, ...],
@@ -100,6 +106,7 @@ def check(
     to: tuple[str, ...],
     server: bool,
     schemas: Path | None,
+    verify: bool,
     as_json: bool,
 ) -> None:
     """List everything that is wrong with job files, or with scripts or manifests of your own.
@@ -114,10 +121,14 @@ def check(
     from toolkit.lint.folders import is_folder
 
     if len(files) > 1 or is_folder(files[0]):
+        if verify:
+            raise click.UsageError("--verify proves one job; name one file")
         _check_many(files, overrides, to, server=server, schemas=schemas, as_json=as_json)
         return
     (file,) = files
     content = checks.kind_of_file(file)
+    if verify and content != "job":
+        raise click.UsageError("--verify is for jobs")
     if content == "script" and overrides:
         raise click.UsageError("--set is for jobs, not for scripts")
     if content == "training" and (to or overrides or server or schemas):
@@ -132,7 +143,9 @@ def check(
         raise click.UsageError("--server queries the site of a profile; name one with --to")
     note_origins(to)
     try:
-        findings = toolkit.check(file, overrides, to=to, server=server, schemas=schemas)
+        findings = toolkit.check(
+            file, overrides, to=to, server=server, schemas=schemas, verify=verify
+        )
     except InputError as error:
         findings = [checks.finding(problem) for problem in error.problems]
     _show(findings, as_json=as_json)

@@ -17,6 +17,7 @@ from toolkit.runs import run_directory
 from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import Progress, ProgressReader
+from toolkit.runs.proof_record import exceptions_of
 from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.restarts import in_words, number_of
 from toolkit.runs.run import Run
@@ -103,6 +104,7 @@ def summary_of(
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
+            "proof": _proof(run),
             "log_pattern": _left_out(run, status),
             "restarts": _restarts(run),
             "failure": failure,
@@ -214,6 +216,14 @@ def _ranks(run: Run, status: RunStatus) -> dict[str, Any] | None:
         return None
     waits = newest_waits(folder)
     return {"summary": str(waits), **asdict(waits)} if waits else None
+
+
+def _proof(run: Run) -> str | None:
+    """Return in what a run is not known to train as one process would."""
+    try:
+        return exceptions_of(run.run_dir) if run.run_dir else None
+    except NewerFormat as error:
+        return str(error)
 
 
 def _restarts(run: Run) -> dict[str, Any] | None:

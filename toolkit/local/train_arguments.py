@@ -1,4 +1,4 @@
-"""What `train` of this installation refuses of a job's arguments, before any rank is started."""
+"""What `train` of this installation refuses of a job's arguments, before the job is submitted."""
 
 import json
 import subprocess
@@ -16,6 +16,9 @@ from toolkit.text.answers import values
 _MODULE = "train"
 _TIMEOUT_S = 30.0
 _MOST_POINTS = 20
+_PROOF_S = 900.0
+_MOST_RANKS = 16
+"""How many ranks a proof starts on this machine."""
 
 
 def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
@@ -47,6 +50,57 @@ def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
         more = f" and {len(indices) - 1} more" if indices[1:] else ""
         at = f"point {indices[0]}{more}: " if len(indices) < len(argvs) else ""
         yield refusal("train-arguments", f"args: {at}{problem}", "args")
+
+
+def proof_problems(job: JobSpec) -> Iterator[Problem]:
+    """Yield why a job that starts `train` would train something else than one process does.
+
+    Ranks are started on the CPUs of this machine, as many as the job has. They run the job's task.
+
+    Args:
+        job: The job; of a sweep, its first point is proved.
+    """
+    need = job.resources
+    ranks = need.max_nodes * need.nproc_per_node
+    why = ""
+    if job.module != _MODULE:
+        why = f"--verify proves jobs of `module: {_MODULE}`, not of your own script"
+    elif ranks > _MOST_RANKS:
+        why = (
+            f"--verify starts a rank on this machine for each of the job, at most {_MOST_RANKS}, "
+            f"not {ranks}; prove a smaller layout of the same kind with --set"
+        )
+    if why:
+        yield refusal("train-arguments", why)
+        return
+    args = next((point.args for point in job.points), job.args)
+    # -P: the folder's own `train`, if there is one, is another program.
+    argv = [sys.executable, "-P", "-m", _MODULE]
+    argv += ["--spawn", str(ranks)] if ranks > 1 else []
+    argv += [*map(str, args), "--device", "auto", "--backend", "auto", "--verify-only"]
+    environ = {**without_outer_job(local=True), **job.env, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=job.workdir or ".",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_PROOF_S,
+            env=environ,
+        )
+    except subprocess.TimeoutExpired:
+        yield refusal("train-arguments", f"--verify: no proof within {_PROOF_S:.0f} s")
+        return
+    except OSError as error:
+        yield refusal("train-arguments", f"--verify: cannot start {_MODULE}: {error}")
+        return
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"{_MODULE}: ")]
+        text = (lines or done.stderr.splitlines() or ["no message"])[-1]
+        yield refusal("train-arguments", f"args: {text.removeprefix(f'{_MODULE}: ')}", "args")
 
 
 def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:

@@ -173,11 +173,13 @@ def _causes(
             f"second time reads buffer {_some(names)} as the first has left it; leave "
             "--activation-checkpointing out, or read the buffer before it is changed",
         )
-    if seen.held:
-        names = tuple(seen.held)
+    # What the task holds, it holds for its loss.
+    held = {n: by for n, by in seen.held.items() if n not in seen.read_by_loss}
+    if held:
+        names = tuple(held)
         yield (
             names,
-            f"{seen.held[names[0]]} holds parameter {_some(names)} or a view of it: when the "
+            f"{held[names[0]]} holds parameter {_some(names)} or a view of it: when the "
             "parameter is sharded or replaced, that stays the old tensor for ever; take the "
             "parameter from its module in forward() each time",
         )

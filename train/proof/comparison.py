@@ -92,11 +92,10 @@ def first_difference(
         size = size if math.isfinite(size) else math.inf
         return Difference(name=LOSS, kind="loss", step=step, size=size, moved=one.loss, rank=rank)
     moves = {
-        name: _distance(tensor, start[name])
-        for name, tensor in one.model.items()
-        if name in start and _is_measured(tensor)
+        name: _distance(tensor, start[name]) for name, tensor in one.model.items() if name in start
     }
-    farthest = max((move for move in moves.values() if math.isfinite(move)), default=0.0)
+    measured = [move for name, move in moves.items() if _is_measured(one.model[name])]
+    farthest = max(filter(math.isfinite, measured), default=0.0)
     for name, tensor in one.model.items():
         if name not in mine.model:
             continue
@@ -151,7 +150,7 @@ def _distance(mine: Tensor, one: Tensor) -> float:
         if not bool(different.any()):
             return 0.0
         apart = (mine.double() - one.double()).abs().max().item()
-        return max(float(apart), 1.0)
+        return float(apart)
     wide = torch.complex128 if one.is_complex() else torch.float64
     a, b = mine.to(wide), one.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())

@@ -68,6 +68,11 @@ class _Manner:
     problem: str = ""
     missing: str = ""
 
+    @property
+    def tolerance(self) -> float:
+        """What rounding explains in one pass, beside the largest value."""
+        return 1e-9 if self.epsilon < 1e-9 else min(1e4 * self.epsilon, 0.1)
+
 
 def prove(
     parts: Parts, *, accepted: frozenset[str] = frozenset(), patience_s: float = PATIENCE_S
@@ -134,7 +139,7 @@ def _prove(parts: Parts, accepted: frozenset[str], patience_s: float) -> Verdict
         difference, missing = _compare(sides, other, cut, manner)
         problem = ""
         if difference is not None:
-            text = _cause(sides, cut, difference) if first else ""
+            text = _cause(sides, cut, difference, manner) if first else ""
             problem = f"{difference}; likeliest cause: {group.broadcast(text)}"
     return Verdict(
         problem=problem,
@@ -231,7 +236,7 @@ def _manner_in(
                 model,
                 batch,
                 synchronised=config.sync_batch_norm and cut.real_micro_batches == 1,
-                tolerance=1e-9 if precision.epsilon < 1e-9 else min(1e4 * precision.epsilon, 0.1),
+                tolerance=manner.tolerance,
             )
     kinds = tuple(mixture.kind for mixture in found if mixture.kind in accepted)
     problems = [
@@ -356,12 +361,23 @@ def _earliest(found: Difference | None, group: RankGroup) -> Difference | None:
     return min(every, key=lambda one: (one.kind != "loss", one.rank), default=None)
 
 
-def _cause(parts: Parts, cut: trial.Cut, difference: Difference) -> str:
+def _cause(parts: Parts, cut: trial.Cut, difference: Difference, manner: _Manner) -> str:
     one = trial.parts_of_one_process(parts)
     data = parts.task.train()
     assert isinstance(data, Batch)
-    batch = data.part(0, cut.batch).to(parts.group.device)
+    batch = data.part(0, max(cut.batch, SAMPLES)).to(parts.group.device)
     try:
+        if cut.parts == 1 and difference.kind == "loss":
+            # Nothing splits the samples; but parts of a sequence have a loss each, too.
+            mixed = mixtures(
+                parts.task,
+                one.model().train(),
+                batch.part(0, SAMPLES),
+                synchronised=True,
+                tolerance=manner.tolerance,
+            )
+            if mixed:
+                return f"{mixed[0].text}; {_ADVICE[mixed[0].kind]}"
         seen = observe(parts.task, one.model(), batch)
     except Exception as error:  # of the user's own model
         return f"not known, as one process cannot run it ({type(error).__name__}: {error})"

@@ -59,6 +59,7 @@ RIGHT: list[Case] = [
     *((name, FSDP) for name in ("Tied", "Experts", "Meant", "Moving")),
     *(("Dropped", how) for how in (DDP, FSDP, EXACT, TP, PP, PS, LOCAL)),
     *(("MeantByToken", how) for how in (DDP, EXACT, PP, PS)),
+    ("PenalisedBySample", DDP),
     ("Normed", SYNC),
     ("Normed", {**DDP, "accept": "batch-norm"}),
     ("Contrastive", {**DDP, "accept": "loss-mixes-samples"}),
@@ -73,6 +74,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("Normed", {**SYNC, "micro_batch": 3}, r"problem: .* \(2 shards x 2 micro-batches\), .*"),
     ("Contrastive", PP, r"problem: the batch is cut in 4 passes \(1 shard x 4 micro-batches\).*"),
     ("Penalised", DDP, r"problem: .*which do not add up; .*"),
+    ("PenalisedBySample", FSDP, r"(?s)holds|problem: .*|check: .*"),
+    ("PenalisedBySample", PP, r"(?s)holds|problem: .*loss.*|check: .*"),
+    ("PenalisedBySample", TP, r"(?s)holds|problem: .*|check: .*"),
+    ("Mean", TP, r"holds"),
     ("CutByRank", DDP, r"problem: ranks 0 and 1 have read different training samples .*"),
     ("Shuffled", DDP, r"missing: .*randperm.*"),
     (

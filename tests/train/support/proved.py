@@ -186,6 +186,14 @@ class Penalised(Plain):
         return (outputs - targets).square().sum() + 0.01 * penalty
 
 
+class PenalisedBySample(Penalised):
+    """The same for each sample, which adds up."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        penalty = torch.stack([w.square().sum() for w in self.held]).sum()
+        return (outputs - targets).square().sum() + 0.01 * len(targets) * penalty
+
+
 class Centred(Plain):
     def between(self) -> nn.Module:
         return Centre()

@@ -190,3 +190,52 @@ def test_arguments_that_take_long_to_judge_end_the_question(
 ) -> None:
     monkeypatch.setattr("toolkit.local.train_arguments._TIMEOUT_S", 0.01)
     assert toolkit("check", job_file("module: train\nargs: [--epoch, 3]"))[0] == 0
+
+
+MEAN = """
+import torch
+from train.data.order import Batch
+from train.tasks.base import Task
+
+
+class Mean(Task):
+    def model(self):
+        return torch.nn.Linear(3, 1)
+
+    def train(self):
+        return Batch(inputs=torch.arange(24.0).reshape(8, 3), targets=torch.ones(8, 1))
+
+    def test(self):
+        return self.train()
+
+    def loss(self, outputs, targets):
+        return (outputs - targets).square().mean()
+"""
+
+
+def test_verify_proves_a_job_here(toolkit: Toolkit) -> None:
+    Path("mean.py").write_text(MEAN)
+    file = job_file("module: train\nargs: [--task, 'mean.py:Mean', --micro-batch, 2]")
+    assert toolkit("check", file, "--to", "local")[0] == 0
+    status, found = toolkit("check", file, "--to", "local", "--verify")
+    assert status == 1
+    assert re.match(
+        r"job\.yaml:3: \[train-arguments\] args: .*the mean over the samples, not", found
+    )
+    whole = job_file("module: train\nargs: [--task, 'mean.py:Mean']")
+    assert toolkit("check", whole, "--to", "local", "--verify")[0] == 0
+    many = job_file("module: train\nresources: {nproc_per_node: 32}\nargs: [--global-batch, 64]")
+    assert "at most 16, not 32; prove a smaller" in toolkit("check", many, "--verify")[1]
+    status, found = toolkit("check", job_file(""), "--verify")
+    assert status == 1 and "--verify proves jobs of `module: train`" in found
+
+
+@pytest.mark.slow
+def test_verify_starts_the_ranks_of_a_job(toolkit: Toolkit) -> None:
+    Path("mean.py").write_text(MEAN)
+    whole = job_file("module: train\nargs: [--task, 'mean.py:Mean']")
+    assert toolkit("check", whole, "--to", "local", "--verify")[0] == 0
+    two = "module: train\nresources: {nproc_per_node: 2}\nargs: [--task, 'mean.py:Mean'"
+    assert "2 shards" in toolkit("check", job_file(f"{two}]"), "--verify")[1]
+    accepted = job_file("module: train\nresources: {nproc_per_node: 2}\nargs: [--tp, 2]")
+    assert toolkit("check", accepted, "--verify")[0] == 0

@@ -80,6 +80,34 @@ def test_what_a_run_without_a_step_waits_for_is_shown_while_it_runs(tmp_path: Pa
     assert summary_of(run)["waits_for"] is None
 
 
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"equal": True, "missing": "", "accepted": []}, None),
+        (
+            {"equal": True, "missing": "", "accepted": ["batch-norm", 7]},
+            "as one process would train, but for accepted differences: batch-norm",
+        ),
+        (
+            {"equal": False, "missing": "random\x1b[2J", "accepted": []},
+            r"none that one process would train the same: random\x1b[2J",
+        ),
+        (
+            {"version": 2},
+            "proof.json is of version 2, and this toolkit reads 1; upgrade the toolkit",
+        ),
+        ([1], None),
+    ],
+)
+def test_in_what_a_run_does_not_train_as_one_process_is_shown(
+    record: object, text: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "proof.json").write_text(json.dumps(record))
+    summary = summary_of(run_at(tmp_path))
+    assert summary["proof"] == text
+    assert (f"proof:     {text}" in list(summary_lines(summary))) is (text is not None)
+
+
 def test_the_goodput_so_far_is_shown_and_not_computed_anew_at_once(tmp_path: Path) -> None:
     began = time.time() - 100
     steps = [{"time": began + 50 + n, "step": n, "seconds": 1.0} for n in range(1, 41)]
