@@ -5,6 +5,7 @@ TrainError            1  the run cannot go on; the message says why
 │   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
 ├── ProofError        2  the strategy would train something else than one process does
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
+├── ReplicaError      1  ranks that must hold the same tensors do not; a retry goes on before that
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── OutputError       1  the predictions could not be written
 ├── FencedError       1  a newer attempt has taken the run over
@@ -44,6 +45,10 @@ class ProofError(TrainError):
 
 class NonFiniteLoss(TrainError):
     """A loss, a gradient or a weight is infinite or not a number on at least one rank."""
+
+
+class ReplicaError(TrainError):
+    """Ranks that must hold the same tensors no longer do; another start may cure it."""
 
 
 class CheckpointError(TrainError):

@@ -16,7 +16,7 @@ from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
 from .model.optimizer import LearningRate
 from .parallel.base import Sums, full
-from .parallel.consistency import Untrained, check_counters, check_data, some_of
+from .parallel.consistency import Untrained, check_data, some_of
 from .profiling.capture import Profiler
 from .rundir.console import figures
 from .rundir.files import TrainingProgress, read_lines
@@ -106,7 +106,6 @@ class Trainer:
                 stop = self.train_step() or stop
             self.stop.wait_for_the_loop()
             if progress.step == first:
-                check_counters(self.strategy, self.group, task=self.task.name)
                 self._name_untrained_of_task()
         self.strategy.finish()
         self.close()
@@ -168,6 +167,8 @@ class Trainer:
             self._check_writes(strategy.written() if written else [])
         self.untrained.forget_zeros()
         self.update(loss, count, divisor=divisor, started=started)
+        if self.saver.watch.due(progress.step) and strategy.settled(progress.step):
+            self.saver.watch.compare(progress, step_s=time.monotonic() - started)
         return stop_flags > 0 and self.note_stop(stop_flags)
 
     def update(

@@ -12,6 +12,7 @@ from ..errors import CheckpointError, FencedError, NonFiniteLoss, UsageError
 from ..model.gradients import LossScaler, not_finite
 from ..model.optimizer import NamedOptimizer
 from ..parallel.base import Strategy
+from ..parallel.watch import Watch
 from ..rundir.claim import differences
 from ..rundir.console import Console
 from ..rundir.files import RunDirectory, TrainingProgress
@@ -57,6 +58,7 @@ class Saver:
         self.strategy, self.optimizer, self.scaler = strategy, optimizer, scaler
         self.directory, self.console = directory, console
         self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
+        self.watch = Watch(strategy, optimizer, scaler)
         self._retention = Retention(directory, console, keep=config.keep_checkpoints)
         # The checkpoint of the last save, if it lies in a directory that rank 0 sees.
         self._saved: Position | None = None
@@ -127,6 +129,7 @@ class Saver:
 
         Raises:
             NonFiniteLoss: on all ranks; these weights would replace good ones.
+            ReplicaError: on all ranks; they do not hold the same.
         """
         if self._saved and self._saved.step == progress.step:
             self.wait()
@@ -137,6 +140,7 @@ class Saver:
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
         self._refuse_not_finite(progress.step)
+        self.watch.compare(progress, everything=True)
         position = Position(attempt=self.group.rank_info.attempt, step=progress.step)
         state = State(
             step=progress.step,

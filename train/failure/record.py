@@ -23,6 +23,7 @@ from ..errors import (
     NonFiniteLoss,
     PeerError,
     ProofError,
+    ReplicaError,
     TrainError,
     is_collateral,
 )
@@ -38,6 +39,8 @@ ECHO_S = 10
 """An echo gets a date that much later, so that its cause comes first: torchrun counts in seconds,
 and dates a killed rank by when torchrun has noticed its end."""
 
+_AGREED = (NonFiniteLoss, FencedError, CheckpointError, ProofError, ReplicaError)
+"""What all ranks raise alike."""
 _kept: list[BaseException] = []
 
 
@@ -63,10 +66,11 @@ def fail(
         return EXIT_FAILED
     if isinstance(error, TrainError):
         # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
-        agreed = isinstance(error, (NonFiniteLoss, FencedError, CheckpointError, ProofError))
+        agreed = isinstance(error, _AGREED)
         if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
             rank = None if agreed else rank_info.rank
-            record(directory, progress, "fatal", str(error), rank=rank)
+            status = "retryable" if isinstance(error, ReplicaError) else "fatal"
+            record(directory, progress, status, str(error), rank=rank)
         tell(rank_info, str(error))
         return error.exit_status
     if problem := unwritable(error, directory.path):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 NUMBERS = (
@@ -200,7 +201,9 @@ def moving_buffers(model: nn.Module) -> list[Tensor]:
 
 def _at(place: Place) -> Tensor | None:
     module, name = place
-    return module._buffers.get(name)
+    buffer = module._buffers.get(name)
+    # Tensor parallelism makes DTensors of the buffers of layers in its plan, whole on each rank.
+    return buffer.to_local() if isinstance(buffer, DTensor) else buffer
 
 
 def _real(buffer: Tensor) -> Tensor:

@@ -23,9 +23,11 @@ def checksum(tensor: Tensor) -> Tensor:
     own = tensor.detach()
     if isinstance(own, DTensor):
         own = own.to_local()
-    content = bytes_of(own.resolve_conj().resolve_neg().contiguous())
-    if content.storage_offset() % WORD:
-        content = content.clone()
+    flat = own.resolve_conj().resolve_neg().reshape(-1)
+    # A word begins where a word may; and of one element, torch takes any stride for contiguous.
+    if flat.stride() != (1,) or flat.storage_offset() * flat.element_size() % WORD:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    content = bytes_of(flat)
     whole = content.numel() // WORD * WORD
     total = content[:whole].view(torch.int64).sum()
     if whole < content.numel():

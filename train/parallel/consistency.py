@@ -199,34 +199,6 @@ def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> N
         )
 
 
-def check_counters(strategy: "Strategy", group: RankGroup, *, task: str) -> None:
-    """Make sure that buffers of whole numbers have moved alike on all ranks.
-
-    Running statistics are floats, and the ranks take their mean. A buffer that counts a rank's own
-    samples has no mean, and a checkpoint would hold one rank's count only.
-
-    Raises:
-        UsageError: on all ranks; names the buffer.
-    """
-    parameters = {name for name, _ in strategy.named_parameters()}
-    mine = {}
-    for name, tensor in strategy.model_state().items():
-        if name not in parameters and not (tensor.is_floating_point() or tensor.is_complex()):
-            # Tensor parallelism gives each rank a whole copy of a buffer.
-            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            mine[name] = f"{fingerprint(held)} {int(held.sum())}"
-    seen: dict[str, str] = {}
-    for rank in group.gather(mine):
-        for name, value in rank.items():
-            if seen.setdefault(name, value) != value:
-                raise UsageError(
-                    f"task {task!r}: buffer {name!r} holds whole numbers that differ from rank to "
-                    "rank, each of its own samples; nothing says how they belong together: make it "
-                    "a buffer of floats, of which ranks take the mean after each step, or one that "
-                    "is not saved (persistent=False), or count in one process"
-                )
-
-
 class Untrained:
     """Agrees between the ranks on the parameters that a step leaves alone.
 

@@ -153,6 +153,8 @@ class ExactDataParallel(WholeModel):
         compilation.compile_whole(self.model, parts.config)
         self._ranks, self._virtual = parts.layout.world_size, parts.config.virtual_shards
         self._step = 0
+        # Buffers of whole numbers that virtual shards have moved by their own samples.
+        self._uneven: list[str] = []
         # Frozen parameters must get no gradients.
         self._trainable = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -211,7 +213,8 @@ class ExactDataParallel(WholeModel):
                 buffer.copy_(start[name])
         self._without_gradient = frozenset(lacking)
         own_loss = torch.stack([row[-1] for row in rows]).sum()
-        loss = self._apply(sum_rows(torch.stack(rows), self._ranks))
+        table = torch.stack(rows)
+        loss = self._apply(table, sum_rows(table, self._ranks))
         if self.parts.group.rank_info.rank > 0:
             # Rank 0 reports for all; a loss that is not finite is its own rank's to report.
             loss = own_loss * 0.0
@@ -248,15 +251,34 @@ class ExactDataParallel(WholeModel):
         ]
         return torch.cat([*columns, loss.reshape(1)])
 
-    def _apply(self, total: Tensor) -> Tensor:
-        """Take the sum of all rows apart again, in place; gives the loss."""
-        buffers = list(batchnorm.numeric_buffers(self.model).values())
-        columns = torch.split(total[:-1], [t.numel() for t in (*self._trainable, *buffers)])
+    def has_written(self) -> bool:
+        """Whether a pass has written a parameter, or whole numbers by its own samples."""
+        return super().has_written() or bool(self._uneven)
+
+    def lost_write(self, names: Sequence[str]) -> str:
+        """Describe why what passes have written has no sum."""
+        if self._uneven:
+            names = some_of(self._uneven)
+            return f"{names}, whole numbers, in each virtual shard by its own samples"
+        return super().lost_write(names)
+
+    def _apply(self, table: Tensor, total: Tensor) -> Tensor:
+        """Take the sum of all rows, of which the table has this rank's, apart; gives the loss."""
+        named = batchnorm.numeric_buffers(self.model)
+        sizes = [t.numel() for t in (*self._trainable, *named.values())]
+        columns = torch.split(total[:-1], sizes)
+        own = torch.split(table[:, :-1], sizes, dim=1)
+        self._uneven = []
         for parameter, column in zip(self._trainable, columns, strict=False):
             parameter.grad = column.view_as(parameter).to(parameter.dtype)
-        for buffer, column in zip(buffers, columns[len(self._trainable) :], strict=True):
+        first = len(self._trainable)
+        for (name, buffer), column, rows in zip(
+            named.items(), columns[first:], own[first:], strict=True
+        ):
             moved = column.view_as(buffer) / self._virtual
             # Counters of steps are whole numbers, and move alike in all virtual shards.
+            if not buffer.is_floating_point() and not rows.eq(column / self._virtual).all():
+                self._uneven.append(name)
             buffer += (moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype)
         return total[-1]
 

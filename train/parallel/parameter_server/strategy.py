@@ -146,8 +146,14 @@ class Served(WholeModel):
         """Move buffers by the mean of how far trainers have: see `train.model.batchnorm`."""
         for buffer, column in zip(self._buffers, zip(*pieces, strict=True), strict=True):
             mean = torch.stack(column).double().mean(dim=0)
-            # Counters of passes are whole numbers.
-            mean = mean if buffer.is_floating_point() else mean.round()
+            # Counters of passes are whole numbers, and move alike on all trainers.
+            exact = not buffer.is_floating_point()
+            if exact and not all(piece.equal(column[0]) for piece in column):
+                raise UsageError(
+                    f"--strategy ps: a buffer of whole numbers of task {self.task.name!r} moves by "
+                    "the samples of each trainer, and nothing says how they belong together: make "
+                    "it a buffer of floats, or one that is not saved (persistent=False)"
+                )
             buffer += mean.to(buffer.device, buffer.dtype)
 
     def _moving(self) -> list[Tensor]:

@@ -1,0 +1,114 @@
+"""Ranks that no longer hold the same end the run before a checkpoint holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.support import kinds
+from tests.train.support.making import trainer_for
+from tests.train.support.ranks import on_ranks
+from train.errors import ReplicaError
+from train.loop import Trainer
+from train.parallel.base import local
+from train.parallel.checksum import checksum
+
+FILE = Path(kinds.__file__)
+RANKS = 4
+COMMON: dict[str, Any] = {"task": f"{FILE}:Moved", "global_batch": 8, "lr": 0.01}
+# By name: options, and a tensor of which some ranks hold the same part.
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "ddp": ({"strategy": "ddp"}, "last.weight"),
+    "exact": ({"reduce": "exact", "virtual_shards": 4}, "last.bias"),
+    "hsdp": ({"strategy": "hsdp", "dp_shard": 2, "dp_replicate": 2}, "first.0.weight"),
+    "fsdp, a buffer": ({"strategy": "fsdp"}, "middle.0.mean"),
+    "pp x dp": ({"pp": 2, "dp_replicate": 2, "micro_batch": 2}, "last.weight"),
+    "dp x tp": ({"dp_replicate": 2, "tp": 2}, "first.0.weight"),
+    "local-sgd": ({"strategy": "local-sgd", "local_steps": 2}, "last.weight"),
+}
+
+
+def flip_a_bit(trainer: Trainer, name: str) -> None:
+    """The last of a number's mantissa."""
+    tensor = trainer.strategy.model_state().get(name)
+    if tensor is not None:
+        local(tensor).detach().view(torch.uint8).reshape(-1)[0] ^= 1
+
+
+def caught(trainer: Trainer, *, save: bool) -> str:
+    try:
+        if save:
+            trainer.saver.save(trainer.progress, epoch=0)
+            trainer.saver.wait()
+        else:
+            trainer.saver.watch.compare(trainer.progress)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def watched(rank: int, root: Path) -> dict[str, list[str]]:
+    found = {}
+    for name, (chosen, tensor) in LAYOUTS.items():
+        trainer = trainer_for(rank, RANKS, root / name, **{**COMMON, **chosen})
+        trainer.resume()
+        for _ in range(2):
+            trainer.train_step()
+        found[name] = [caught(trainer, save=save) for save in (False, True)]
+        # As a start that finds its last checkpoint would.
+        trainer.progress.step += 1
+        if rank == 3:
+            flip_a_bit(trainer, tensor)
+        found[name] += [caught(trainer, save=save) for save in (False, True)]
+        found[name].append(" ".join(sorted(p.name for p in (root / name).rglob("step-*"))))
+    return found
+
+
+def test_a_flipped_bit_on_one_rank_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks(RANKS, watched, tmp_path)):
+        for name, (sound, saved, flipped, unsaved, checkpoints) in found.items():
+            assert (sound, saved) == ("", ""), (rank, name)
+            assert flipped == unsaved, (rank, name)
+            assert f"no longer do: {LAYOUTS[name][1]} on rank" in flipped, (rank, name)
+            assert "3" in flipped.partition("on rank")[2].partition(";")[0], (rank, name)
+            assert checkpoints.count("step") == 1, (rank, name)
+
+
+def part(rank: int, root: Path) -> list[str]:
+    """A moment of the optimizer, which only checkpoints hold, and steps that do not agree."""
+    trainer = trainer_for(rank, 2, root, **{**COMMON, "strategy": "ddp"})
+    trainer.resume()
+    trainer.train_step()
+    found = []
+    if rank == 1:
+        state = trainer.optimizer.tensors()
+        state["last.weight/exp_avg"].view(torch.int64)[0, 0] ^= 1
+    found += [caught(trainer, save=save) for save in (False, True)]
+    if rank == 1:
+        trainer.progress.samples_seen += 1
+    return [*found, caught(trainer, save=False)]
+
+
+def test_the_state_of_the_optimizer_and_the_position_are_compared_too(tmp_path: Path) -> None:
+    for between, saved, position in on_ranks(2, part, tmp_path):
+        assert between == ""
+        assert "optimizer state last.weight/exp_avg on rank 0, 1;" in saved
+        assert "the position in the run, or the scale of losses on rank 0, 1;" in position
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (0,)])
+def test_a_checksum_sees_each_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(*shape, 2).to(dtype)[..., 1]
+    before = checksum(tensor)
+    plain = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    assert checksum(plain) == before
+    content = plain.view(torch.uint8)
+    for number in range(content.numel()):
+        for bit in (1, 128):
+            content[number] ^= bit
+            assert checksum(content.view(dtype)) != before
+            content[number] ^= bit
