@@ -170,7 +170,7 @@ def _could_not_start(evidence: Evidence) -> Optional[Verdict]:
 
 def _code(evidence: Evidence) -> int:
     """Return the exit status by which a start is judged: 2 of any worker counts."""
-    return 2 if evidence.exited_with(2) else _status(evidence)
+    return 2 if evidence.exited_with(2) else evidence.status
 
 
 def _hopeless(evidence: Evidence) -> Optional[Verdict]:

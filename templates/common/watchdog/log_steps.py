@@ -208,7 +208,7 @@ class LogSteps:
         if self.step != NONE and (new or not self.names):
             shown = {name: in_json(name, number) for name, number in new.items()}
             shown.update(self.extent(figures))
-            self.names |= {"step", *new}
+            self.names.update({"step", *new})
             self.records.append(self.line(**shown, **({"count": count} if count > 1 else {})))
 
     def extent(self, figures: Mapping[str, float]) -> dict[str, float]:

@@ -13,9 +13,10 @@ collective waits. So a slow rank costs, about, at least the longest wait of each
 the sum of all waits.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -120,7 +121,7 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
         ends = times[min(times)]  # as good as any: all ranks end a collective together
         for rank, each in arrivals.items():
             took = each.took[begin - each.first : end - each.first]
-            times[rank] = array("d", [end - own for end, own in zip(ends, took, strict=True)])
+            times[rank] = array("d", [end - own for end, own in zip(ends, took)])
     elif len({nodes[rank] for rank in times}) > 1 and not _set_clocks(times, nodes, period):
         return None
     found = (_latest_on_gpu if on_gpu else _latest)(times, period)
@@ -131,7 +132,7 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
 def _period(kinds: Sequence[int]) -> int | None:
     """Return how many collectives a step has; None if they do not recur often enough."""
     for period in range(1, (len(kinds) - 1) // FEWEST_STEPS + 1):
-        same = sum(a == b for a, b in zip(kinds, kinds[period:], strict=False))
+        same = sum(a == b for a, b in zip(kinds, kinds[period:]))
         if same >= 0.95 * (len(kinds) - period):
             return period
     return None
@@ -160,10 +161,7 @@ def _set_clocks(times: dict[int, Sequence[float]], nodes: Mapping[int, str], per
         node: [min(own[at] for own in each) for at in together] for node, each in by_node.items()
     }
     first = earliest[nodes[min(times)]]
-    ahead = {
-        node: _middle(a - b for a, b in zip(each, first, strict=True))
-        for node, each in earliest.items()
-    }
+    ahead = {node: _middle(a - b for a, b in zip(each, first)) for node, each in earliest.items()}
     for rank, own in times.items():
         times[rank] = array("d", [when - ahead[nodes[rank]] for when in own])
     return True
@@ -200,7 +198,7 @@ def _latest_on_gpu(times: Mapping[int, Sequence[float]], period: int) -> Straggl
     )
     if lasts < LAST_IN * len(parts) or sum(late) < LAST_IN * sum(margins):
         return Straggler(rank, 0.0, 0.0)
-    caught_up = sum(before - after for before, after in pairwise(late) if after <= before / 2)
+    caught_up = sum(before - after for before, after in zip(late, late[1:]) if after <= before / 2)
     size = period if period > 1 else size
     longest = (max(late[begin : begin + size]) for begin in range(0, len(late), size))
     least = max(caught_up, sum(longest))
@@ -220,16 +218,16 @@ def _last_by_most(
     """
     ranks = list(times)
     lasts, margins = [], []
-    for column in zip(*times.values(), strict=True):
+    for column in zip(*times.values()):
         end = max(column)
         at = column.index(end)
         lasts.append(ranks[at])
         margins.append(end - max(column[:at] + column[at + 1 :]))
     late_s = dict.fromkeys(ranks, 0.0)
-    for rank, margin in zip(lasts, margins, strict=True):
+    for rank, margin in zip(lasts, margins):
         late_s[rank] += margin
     rank = max(ranks, key=late_s.__getitem__)
-    late = [own if each == rank else 0.0 for each, own in zip(lasts, margins, strict=True)]
+    late = [own if each == rank else 0.0 for each, own in zip(lasts, margins)]
     return rank, late, margins
 
 
@@ -246,17 +244,17 @@ def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]
     """
     steps = (len(ahead) - 1) // period
     longest = [max(ahead[step * period : (step + 1) * period]) for step in range(steps)]
-    waits = [before - after for before, after in pairwise(ahead) if after <= before / 2 > 0]
+    waits = [before - after for before, after in zip(ahead, ahead[1:]) if after <= before / 2 > 0]
     return sum(waits) if len(waits) >= LAST_IN * steps else sum(longest), longest
 
 
 def _waits(times: Mapping[int, Sequence[float]], period: int) -> dict[int, float]:
     """Return by rank in which share of the time it has waited for others."""
-    ends = [max(column) for column in zip(*times.values(), strict=True)]
+    ends = [max(column) for column in zip(*times.values())]
     took = _took(times)
     shares = {}
     for rank, own in times.items():
-        ahead = [end - begin for end, begin in zip(ends, own, strict=True)]
+        ahead = [end - begin for end, begin in zip(ends, own)]
         waited, _ = _waited(ahead, period)
         shares[rank] = min(waited / took, 1.0) if took > 0 else 0.0
     return shares

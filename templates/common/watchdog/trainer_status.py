@@ -64,7 +64,7 @@ def status_of(rows: list[dict[str, Any]], outcome: Mapping[str, Any]) -> dict[st
     figures = {"step": step}
     for row in rows:
         if row["step"] == step:  # training and evaluation have records of their own
-            figures |= {name: value for name, value in row.items() if name not in PLACE}
+            figures.update({name: value for name, value in row.items() if name not in PLACE})
     status: dict[str, Any] = {
         "lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", when),
         "metrics": [

@@ -14,6 +14,8 @@ in `stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the wa
 rank that prints steps records them (log_steps.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -26,16 +28,16 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict, Sequence
 
 import stragglers
 
-Rank = dict[str, Any]
+Rank = Dict[str, Any]
 """What a rank's file says of it: `rank`, `pid`, `world` (how many there are), and more."""
 
-Finding = dict[str, Any]
+Finding = Dict[str, Any]
 """What was found of a rank: `rank`, `pid`, `state`, `stack`, `threads`, `collectives`."""
 
 Stack = Sequence[Sequence[Any]]
@@ -147,12 +149,18 @@ def process_status(pid: int) -> dict[str, str]:
 
 def is_alive(rank: Rank) -> bool:
     """Whether the process of a rank's file still exists, and is no other one of its number."""
+    began = rank.get("began")
+    return began is not None and process_start(rank.get("pid", 0)) == began
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks since boot; None if it has ended."""
     try:
-        stat = Path(f"/proc/{rank['pid']}/stat").read_text(encoding="utf-8", errors="replace")
-    except (OSError, KeyError):
-        return False
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
     state, *fields = stat.rpartition(")")[2].split()
-    return state != "Z" and fields[18] == rank.get("began")  # proc(5), field 22
+    return None if state == "Z" else fields[18]  # proc(5), field 22
 
 
 def processes() -> dict[int, tuple[int, float, float]]:
@@ -252,13 +260,13 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
         before = last.get(key, {"number": 0, "open": None, "started": False, "kinds": []})
         if entry["is_p2p"] or number < before["number"]:
             continue
-        last[key] = before | {"number": number, "name": name, "waits": False}
+        last[key] = {**before, "number": number, "name": name, "waits": False}
         if before["open"] is None:
             last[key]["kinds"] = [*before["kinds"][1 - KINDS :], [number, kind_of(entry, name)]]
         if not entry.get("retired") and entry.get("state") != "completed":
             last[key]["waits"] = True
             if before["open"] is None:
-                last[key] |= {"open": number, "started": entry.get("state") == "started"}
+                last[key].update(open=number, started=entry.get("state") == "started")
     return last
 
 
@@ -291,13 +299,13 @@ def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
     """Return what is found of a rank now; of a stopped process, only that it is stopped."""
     state = process_status(rank["pid"]).get("State", "")[:1]
     found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
-    found |= {"stack": [], "threads": [], "collectives": None, "waits": False}
+    found.update(stack=[], threads=[], collectives=None, waits=False)
     if state in ("T", "t", "Z"):
         return found
     if (answer := answer_of(rank, timeout_s)) is None:  # a thread holds the GIL
-        return found | {"stack": stack_by_signal(rank, folder)}
+        return {**found, "stack": stack_by_signal(rank, folder)}
     threads, entries = answer
-    found |= {"stack": threads.pop(f"{rank['thread']:x}", []), "threads": [*threads.values()]}
+    found.update(stack=threads.pop(f"{rank['thread']:x}", []), threads=[*threads.values()])
     with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
         found["collectives"] = None if entries is None else collectives_of(entries)
         found["waits"] = waits_in(entries or ())
@@ -587,7 +595,7 @@ class Watchdog:
         folder: Path,
         logs: Path,
         limit_s: float | None,
-        torchrun: select.poll,
+        torchrun: Ending,
         parent: int = 0,
     ) -> None:
         self.torchrun, self.looked = torchrun, time.monotonic()
@@ -650,7 +658,7 @@ class Watchdog:
             pids, (before, used_s) = [rank["pid"] for rank in ranks], self.used[0]
             passed_s, now_s = time.monotonic() - before, cpu_seconds(pids)
             for each in found:
-                pairs = zip(now_s[each["pid"]], used_s.get(each["pid"], (0.0, 0.0)), strict=True)
+                pairs = zip(now_s[each["pid"]], used_s.get(each["pid"], (0.0, 0.0)))
                 each["cores"] = [max(0.0, round((now - old) / passed_s, 2)) for now, old in pairs]
         report = {
             "version": 1,
@@ -738,7 +746,7 @@ class Watchdog:
                 self.answer(self.question)
             return
         for file in self.exchange.glob(f"answer-{self.question}-*.json"):
-            self.begun |= begun_in(read_json(file))
+            self.begun.update(begun_in(read_json(file)))
             file.unlink(missing_ok=True)
         if len(self.begun) < world and now - self.asked < ANSWERS_S:
             return
@@ -809,10 +817,10 @@ class Watchdog:
         A last step is read before torchrun ends, which looks after its ranks ten times a second.
         """
         if not self.log_steps:
-            return bool(self.torchrun.poll(seconds * 1000))
+            return self.torchrun.poll(seconds * 1000)
         until, has_ended = time.monotonic() + seconds, False
         while time.monotonic() < until and not has_ended:
-            has_ended = bool(self.torchrun.poll(POLL_LOG_S * 1000))
+            has_ended = self.torchrun.poll(POLL_LOG_S * 1000)
             self.log_steps.look(self.newest_ranks())
         if has_ended:
             self.log_steps.finish()
@@ -821,7 +829,7 @@ class Watchdog:
     def look(self) -> None:
         """Do what there is to do now."""
         for name in self.new_files("ask-*"):
-            self.answer(name.removeprefix("ask-"))
+            self.answer(name[len("ask-") :])
         for name in self.new_files("end-*.json"):
             self.end(name)
         now, ranks = time.monotonic(), self.ranks()
@@ -874,10 +882,34 @@ class Watchdog:
             self.named, self.over = time.monotonic(), True
 
 
+class Ending:
+    """Notices that a process ends, by a descriptor where Python 3.9 and Linux 5.3 have one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.began = pid, process_start(pid)
+        self.descriptor = select.poll()
+        self.has_descriptor = False
+        with contextlib.suppress(AttributeError, OSError):
+            self.descriptor.register(os.pidfd_open(pid), select.POLLIN)  # novm
+            self.has_descriptor = True
+
+    def poll(self, limit_ms: float) -> bool:
+        """Wait so long for the end; return whether it has come."""
+        if self.has_descriptor:
+            return bool(self.descriptor.poll(limit_ms))
+        until = time.monotonic() + limit_ms / 1000
+        while self.began is not None and process_start(self.pid) == self.began:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(0.1, left_s))
+        return True
+
+
 def main(folder: str, limit: str) -> None:
     """Watch, in the background, until the parent ends: the shell that becomes torchrun."""
-    torchrun, parent = select.poll(), os.getppid()
-    torchrun.register(os.pidfd_open(parent), select.POLLIN)
+    parent = os.getppid()
+    torchrun = Ending(parent)
     if os.fork():  # no child of torchrun, whose children are the ranks
         return
     for number in (

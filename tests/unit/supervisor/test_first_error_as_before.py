@@ -88,7 +88,7 @@ def draw(dice: random.Random, run_dir: Path) -> Attempt:
         reports += [
             *dice.choice([[], ["Root Cause (first observed failure):"]]),
             f"  time      : 2026-11-28_10:00:0{dice.randrange(3)}",
-            f"  host      : {dice.choice(['node1.cluster', 'node2'])}",
+            f"  host      : {dice.choice(['node1', 'node2'])}",
             "  rank      : 0 (local_rank: 0)",
             f"  exitcode  : {dice.choice([1, -9, -15, 93, -6])} (pid: 5)",
         ]
@@ -135,6 +135,15 @@ def awk(folder: Path, attempts: list[Attempt]) -> list[str]:
     assert (done.returncode, done.stderr) == (0, "")
     printed = (folder / "out").read_text(encoding="latin-1")
     return [answer.rstrip("\n") for answer in printed.split(";\n")][:-1]
+
+
+def test_a_host_whose_name_begins_anothers_is_masked_whole(tmp_path: Path) -> None:
+    """In awk the order was left to chance."""
+    attempt = Attempt(str(tmp_path), 0, nodes=["node1", "node1.cluster"])
+    folder = tmp_path / "node-0/1_a/attempt_0/0"
+    folder.mkdir(parents=True)
+    (folder / "error.json").write_text('{"message": "OSError: on node1.cluster and node1"}')
+    assert last_failure(attempt, str(tmp_path)) == Failure("error", "-", "OSError: on * and *")
 
 
 def line(failure: Failure | None) -> str:

@@ -25,7 +25,7 @@ def outcome(status: str, reason: str = "", rank: str = "", step: str = "7") -> O
         ({"status": 0, "outcome": outcome("running")}, "done: "),
         ({"outcome": outcome("done"), "stopper": LOST}, "done: "),
         ({"status": 0, "outcome": outcome("preempted")}, "preempted: "),
-        ({"status": 0, "stopping": "walltime", "began": False}, "retryable: exit status 1"),
+        ({"status": 0, "stopping": "walltime", "began": False}, "retryable: exit status 0"),
         ({"status": 0, "stopping": "walltime"}, "done: "),
         ({"taken_over": Verdict("fenced", "attempt 1 has taken over"), "in_job": FAULT}, "fenced"),
         ({"in_job": FAULT, "workers": [93]}, f"fatal: {TWICE}"),

@@ -700,6 +700,24 @@ def test_a_later_process_of_the_same_number_is_no_rank(
     assert not watchdog.is_alive({})
 
 
+@pytest.mark.parametrize("described", [True, False])
+def test_an_end_is_noticed_with_and_without_descriptors_of_processes(
+    watchdog: ModuleType, monkeypatch: pytest.MonkeyPatch, described: bool
+) -> None:
+    """Those came with Python 3.9 and Linux 5.3."""
+    if not described:
+        monkeypatch.delattr(os, "pidfd_open")
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        ending = watchdog.Ending(process.pid)
+        assert ending.has_descriptor is described
+        assert not ending.poll(1)
+    finally:
+        process.kill()
+    assert ending.poll(300_000)
+    process.wait()
+
+
 def test_what_was_asked_of_an_earlier_start_is_left_alone(
     watchdog: ModuleType, hanging: dict[str, Any], site: Path, until: Until
 ) -> None:

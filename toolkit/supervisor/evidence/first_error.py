@@ -154,7 +154,7 @@ _MASKS = [
 def _plain(text: str, hosts: Iterable[str]) -> str:
     """Mask what differs from start to start."""
     text = text.replace("\t", " ")[:_LONGEST_MESSAGE]
-    for host in hosts:
+    for host in sorted(hosts, key=len, reverse=True):  # the longest first: one may begin another
         if host:
             text = re.sub(rf"(?<![A-Za-z0-9_]){re.escape(host)}(?![A-Za-z0-9_])", "*", text)
     for pattern, mask in _MASKS:
