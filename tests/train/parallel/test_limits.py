@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.train.support.ladder import Case, climb
 from tests.train.support.making import trainer_for
@@ -79,6 +80,52 @@ class Twice(Deep):
         return ["0", "1", "2", "1", "3"]
 
 
+class Handing(Deep):
+    """Hands a feature to the loss by a hook."""
+
+    feature: Tensor
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        keep = lambda layer, given, out: setattr(self, "feature", out)  # noqa: E731  # as written
+        model.get_submodule("0").register_forward_hook(keep)
+        return model
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = super().loss(outputs, targets) + self.feature.square().sum()
+        return loss
+
+
+class Hooking(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class Hooked(Deep):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.set_submodule("1", Hooking(4, 4))
+        return model
+
+
+class Checkpointing(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not inputs.requires_grad:
+            return super().forward(inputs)
+        outputs: Tensor = checkpoint(super().forward, inputs, use_reentrant=True)
+        return outputs
+
+
+class Repeating(Deep):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.set_submodule("1", Checkpointing(4, 4))
+        return model
+
+
 class Words(Deep):
     """Fit a number for each of eight words."""
 
@@ -128,12 +175,18 @@ def refusal(rank: int, ranks: int, folder: Path, task: str, chosen: dict[str, ob
     """Make up to a first step; give the reason why it is refused, '' if it is not."""
     try:
         chosen = {**PLAIN, "task": NAME + task, **chosen}
-        trainer_for(rank, ranks, folder, **chosen).train_step()
+        trainer = trainer_for(rank, ranks, folder, **chosen)
+        if ranks > 1:
+            trainer.strategy.warm_up(trainer.train.take(torch.arange(4)))
+        trainer.train_step()
     except UsageError as error:
         return str(error)
     return ""
 
 
+ZERO_BUBBLE: dict[str, object] = {
+    "strategy": "pp", "micro_batch": 2, "pp_schedule": "ZBVZeroBubble",
+}  # fmt: skip
 SPARSE = (
     "task 'deep': layer '0' (Embedding, sparse=True) has sparse gradients, which do not go with "
     "{}; use dense ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with "
@@ -170,6 +223,29 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "register the module under a second name (an nn.Sequential may hold it twice), or have "
         "pieces() name a module around both uses",
     ),
+    (
+        "Handing",
+        {"strategy": "pp", "micro_batch": 4},
+        "--pp 2: loss() of task 'deep' fails where only the outputs of the model are known "
+        "(AttributeError: 'Handing' object has no attribute 'feature'); layer '0' has a forward "
+        "hook, and what that hands to the loss stays on the rank of the layer's stage: return it "
+        "from the model, or leave out --pp",
+    ),
+    (
+        "Hooked",
+        ZERO_BUBBLE,
+        "--pp-schedule ZBVZeroBubble: the model of task 'deep' registers a hook on an activation "
+        "in layer '1', but the backward pass of this schedule goes through a stage in two parts; "
+        "use another --pp-schedule, such as 1F1B",
+    ),
+    (
+        "Repeating",
+        ZERO_BUBBLE,
+        "--pp-schedule ZBVZeroBubble: the model of task 'deep' checkpoints its activations in "
+        "layer '1' with use_reentrant=True, but the backward pass of this schedule goes through a "
+        "stage in two parts; use another --pp-schedule, such as 1F1B",
+    ),
+    ("Repeating", {"strategy": "pp", "micro_batch": 4}, ""),
     ("Hollow", {"strategy": "ddp"}, ""),
     ("Words", {"strategy": "ddp"}, ""),
 ]
@@ -223,7 +299,7 @@ def test_the_last_layer_of_a_stage_may_be_linear_under_every_schedule() -> None:
     chosen: dict[str, Any] = {"strategy": "pp", "global_batch": 8, "micro_batch": 1}
     chosen |= {"task": NAME + "Deep", "optimizer": "sgd", "lr": 0.01}
     cases = [
-        Case(name=schedule, world_size=2, config=Config(**chosen, **{"pp_schedule": schedule}))
+        Case(name=schedule, world_size=2, config=Config(**{**chosen, "pp_schedule": schedule}))
         for schedule in split.TWO_PASSES
     ]
     for name, far in climb(cases).items():

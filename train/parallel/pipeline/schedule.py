@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._pytree import TreeSpec
 
 from ...data.order import Batch
-from ...errors import UsageError
+from ...errors import UsageError, is_collateral
 from ...model import compilation
 from ...model.modes import Modes
 from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
@@ -48,6 +48,11 @@ class Pipelined(Strategy):
         self._plan = plan(model, parts)
         self._owners = split.owners(config.pp_schedule, layout.pp)
         held = split.stages_of(at["pp"], config.pp_schedule, layout.pp)
+        self._hooked = [
+            name or type(module).__name__
+            for name, module in model.named_modules()
+            if module._forward_hooks or module._forward_pre_hooks
+        ]
         self._stages = {number: Stage(model, self._plan[number], parts) for number in held}
         self._shared = SharedParameters(model, self._plan, self._owners, self._stages, parts)
         mesh = hybrid.build_mesh(parts)
@@ -131,6 +136,9 @@ class Pipelined(Strategy):
         """Refuse a model that does not bear cutting, between its pieces or along sequences."""
         layout, schedule = self.parts.layout, self.parts.config.pp_schedule
         pieces.check_complete(self.parts, batch, flags=f"--pp {layout.pp} --pp-schedule {schedule}")
+        if schedule in split.TWO_PASSES:
+            flags = f"--pp-schedule {schedule}"
+            pieces.check_one_backward_pass(self.parts, batch, flags=flags)
         problem = ""
         if len(batch):
             in_parts = schedule in split.TWO_PASSES
@@ -150,10 +158,32 @@ class Pipelined(Strategy):
                 )
             elif writes.any():
                 problem = self._unkept(writes.names())
+            if not problem and self._hooked:
+                problem = self._handed_over(batch.part(0, 1))
         if problems := [one for one in self.parts.group.gather(problem) if one]:
             raise UsageError(problems[0])
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
+
+    def _handed_over(self, batch: Batch) -> str:
+        """Describe why the loss fails where only the last stage has run; '' if it does not."""
+        outputs = self.passed(self._slice.of(batch).inputs)
+        if not self._holds_last:
+            return ""
+        try:
+            with torch.no_grad(), self.parts.autocast(), tp.losses_stay_apart(self.parts):
+                given = unflattened(outputs[len(self._plan) - 1][1], self._form)
+                summed_loss(self.task, given, self._slice.of(batch).targets)
+        except Exception as error:
+            if is_collateral(error):
+                raise
+            return (
+                f"--pp {self.parts.layout.pp}: loss() of task {self.task.name!r} fails where only "
+                f"the outputs of the model are known ({type(error).__name__}: {error}); layer "
+                f"{self._hooked[0]!r} has a forward hook, and what that hands to the loss stays on "
+                "the rank of the layer's stage: return it from the model, or leave out --pp"
+            )
+        return ""
 
     def passed(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
         """Send a batch through all stages; give what went in and out of this rank's.
