@@ -1,16 +1,14 @@
 """Changes to a model that do not depend on how it is parallelised."""
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError
 from . import batchnorm, compilation, dropout
+from .recomputation import recompute
 
 if TYPE_CHECKING:
     from ..cli.config import Config
@@ -40,12 +38,7 @@ def prepare(
                 # Inside: what keeps running statistics from moving twice is not for a compiler,
                 # which could not see, either, which of both passes it is in.
                 compilation.compile_forward(module)
-            # The method is replaced rather than the module wrapped, which would change parameters'
-            # names.
-            contexts = partial(_contexts, module)
-            module.forward = partial(
-                checkpoint, module.forward, use_reentrant=False, context_fn=contexts
-            )
+            recompute(module)
     return model
 
 
@@ -67,28 +60,3 @@ def _without_effect(model: nn.Module, task: "Task", config: "Config") -> str:
             "autocast leaves alone"
         )
     return ""
-
-
-def _contexts(module: nn.Module) -> "tuple[AbstractContextManager[None], _StandingBuffers]":
-    """Return the contexts of a forward pass, and of its repetition for the backward pass."""
-    return nullcontext(), _StandingBuffers(module)
-
-
-class _StandingBuffers(AbstractContextManager[None]):
-    """Has a module move copies of its buffers meanwhile, which are then forgotten.
-
-    In the repetition, running statistics have moved already. Entered as often as need be: pipeline
-    schedules that go through a graph in two passes compute the activations in each.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._originals = [(own._buffers, dict(own._buffers)) for own in self._module.modules()]
-        for buffers, _ in self._originals:
-            buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
-
-    def __exit__(self, *failure: object) -> None:
-        for buffers, originals in self._originals:
-            buffers.update(originals)

@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..model import compilation, sparse
 from ..model.modes import Modes, settle
 from ..model.prepare import prepare
+from ..model.recomputation import plain_attributes
 from ..model.trees import Tree, mapped, tensors_of
 from ..tasks.base import item_count, model_of, modules_on
 from .checksum import checksums
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from .fsdp import GradientSync
     from .layout import Layout
 
-_PLAIN = (bool, int, float, str, type(None))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -329,10 +329,7 @@ class WholeModel(Strategy):
         """
         tensors = [(t, t.detach().clone()) for t in named_tensors(self.model).values()]
         buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
-        plain = [
-            (vars(module), {k: v for k, v in vars(module).items() if type(v) in _PLAIN})
-            for module in self.model.modules()
-        ]
+        plain = [(vars(module), plain_attributes(module)) for module in self.model.modules()]
         yield
         self.model.zero_grad(set_to_none=True)
         for (own, given), (attributes, values) in zip(buffers, plain, strict=True):

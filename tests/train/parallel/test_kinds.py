@@ -15,6 +15,7 @@ from tests.train.support.ladder import Recording, merged
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from train.errors import UsageError
+from train.model import recomputation
 from train.model.modes import settle
 
 FILE = Path(kinds.__file__)
@@ -70,6 +71,12 @@ TWO: list[Case] = [
     ),
     # Buffers that forward() moves.
     *((task, how, RIGHT) for task in ("Replaced", "Moved") for how in (DDP, FSDP, EXACT)),
+    ("InPython", DDP, RIGHT),
+    *(
+        (task, {**how, "activation_checkpointing": True}, RIGHT)
+        for task in ("Replaced", "Moved", "InPython")
+        for how in (DDP, FSDP)
+    ),
     *(
         ("CountedLate", how, r".* buffer 'middle\.0\.count' holds whole numbers that differ .*")
         for how in (DDP, FSDP)
@@ -168,3 +175,34 @@ def test_an_evaluation_leaves_layers_in_the_modes_that_the_task_has_set(tmp_path
     assert not trained[0]["middle.2.running_mean"].any()
     for name, tensor in trained[0].items():
         assert torch.equal(tensor, trained[1][name]), name
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_repetition_starts_from_what_the_first_pass_saw(
+    monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    monkeypatch.setattr(recomputation, "SMALL", 0 if large else recomputation.SMALL)
+    gradients = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        layer = kinds.Moving("moved").double()
+        if again:
+            recomputation.recompute(layer)
+        for _ in range(3):
+            layer.zero_grad()
+            layer(torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(3, 8)).sum().backward()
+        gradients.append((layer.weight.grad, layer.mean))
+    for plain, repeated in zip(*gradients, strict=True):
+        assert plain is not None and repeated is not None
+        assert torch.equal(plain, repeated)
+
+
+def test_a_large_buffer_that_moves_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "SMALL", 0)
+    layer = kinds.Moving("counted")
+    recomputation.recompute(layer)
+    inputs = torch.ones(2, kinds.WIDTH)
+    for _ in range(2):
+        layer(inputs).sum().backward()
+    with pytest.raises(UsageError, match="buffer 'count' of a Moving has not moved in the first"):
+        layer(inputs)

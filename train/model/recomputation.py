@@ -1,0 +1,122 @@
+"""Activation checkpointing: a pass that is computed again starts from what the first one saw.
+
+Modules may read buffers and move them in `forward()`, such as a moving average, or count passes in
+an attribute. When the backward pass computes activations again, these have moved already: without
+care, the repetition starts elsewhere and gives the gradient of other activations, and moves them
+once more.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import UsageError
+
+SMALL = 2**16
+"""Elements up to which a buffer is copied in every pass; larger ones only if they ever move."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def recompute(module: nn.Module) -> None:
+    """Have the backward pass compute a module's activations again, instead of keeping them.
+
+    The method is replaced rather than the module wrapped, which would change parameters' names.
+    """
+    forward: Callable[..., Any] = module.forward
+    constant: set[tuple[int, str]] = set()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        first = _FirstPass(module, constant)
+        return first, _Repetition(first)
+
+    module.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Return what a module keeps in Python, such as a number of passes."""
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+
+
+class _FirstPass(AbstractContextManager[None]):
+    """Notes buffers and attributes as a pass begins."""
+
+    def __init__(self, module: nn.Module, constant: set[tuple[int, str]]) -> None:
+        self.module = module
+        # Large buffers, by module and name, that have not moved in a pass.
+        self._constant = constant
+        self.buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self.attributes: list[tuple[dict[str, Any], dict[str, object]]] = []
+
+    def __enter__(self) -> None:
+        self._kept: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._compared: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for own in self.module.modules():
+            # Layers of torch count nothing in Python, and normalise a training batch by itself.
+            if not type(own).__module__.startswith("torch.nn."):
+                self.attributes.append((vars(own), plain_attributes(own)))
+            elif isinstance(own, _BatchNorm) and own.training:
+                continue
+            for name, buffer in own._buffers.items():
+                if buffer is None:
+                    continue
+                large = buffer.numel() > SMALL
+                if large and (id(own), name) in self._constant:
+                    self._kept.append((own, name, buffer, buffer._version))
+                    continue
+                before = buffer.clone()
+                self.buffers.append((own._buffers, name, before))
+                if large:
+                    self._compared.append((own, name, buffer, before))
+
+    def __exit__(self, *failure: object) -> None:
+        for own, name, buffer, before in self._compared:
+            # Tensors without contents cannot be compared.
+            with suppress(RuntimeError):
+                if own._buffers[name] is buffer and torch.equal(buffer, before):
+                    self._constant.add((id(own), name))
+        for own, name, buffer, version in self._kept:
+            if buffer._version != version:
+                raise UsageError(
+                    f"--activation-checkpointing: buffer {name!r} of a {type(own).__name__} has "
+                    "not moved in the first passes, and moves now: it is too large to be copied in "
+                    "each pass, so that a repetition could not start from what the first pass saw; "
+                    "leave out --activation-checkpointing"
+                )
+            if own._buffers[name] is not buffer:
+                self.buffers.append((own._buffers, name, buffer))
+
+
+class _Repetition(AbstractContextManager[None]):
+    """Has a module start from there, and forgets what it moves.
+
+    Entered as often as need be: pipeline schedules that go through a graph in two passes compute
+    the activations in each.
+    """
+
+    def __init__(self, first: _FirstPass) -> None:
+        self._first = first
+
+    def __enter__(self) -> None:
+        first = self._first
+        self._buffers = [(own._buffers, dict(own._buffers)) for own in first.module.modules()]
+        for buffers, _ in self._buffers:
+            buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
+        for buffers, name, before in first.buffers:
+            buffers[name] = before.clone()
+        self._attributes = [(own, dict(own)) for own, _ in first.attributes]
+        for own, values in first.attributes:
+            own.update(values)
+
+    def __exit__(self, *failure: object) -> None:
+        for buffers, originals in self._buffers:
+            buffers.update(originals)
+        for (own, values), (_, before) in zip(
+            self._attributes, self._first.attributes, strict=True
+        ):
+            own.update({name: values[name] for name in before})
