@@ -609,6 +609,24 @@ def test_a_torchrun_that_is_stopped_before_its_ranks_began_is_not_done(
     assert job.reason.startswith(f"{word}: ")
 
 
+ONE_NODE_STOPPED = """
+looks=0
+read() { looks=$((looks + 1)); [ "$looks" -lt 5000 ] || exit 9; return 1; }
+signal_step() { echo "signalled once more"; echo 143 >"$_logs/ended-0"; }
+is_removed() { return 1; }
+echo 143 | tee "$_logs/stopped-1" >"$_logs/ended-1"
+sleep 1000 &
+_step=$!
+watch_step
+"""
+
+
+def test_a_node_that_has_lost_the_signal_of_the_step_is_told_again(job: Job) -> None:
+    """It came before the node's task had begun, whose torchrun then waits for the others."""
+    assert job.run(ONE_NODE_STOPPED) == 0
+    assert "signalled once more" in job.log.read_text()
+
+
 # ---- A full disk, memory, a controller that is away, a later attempt
 
 
