@@ -71,6 +71,8 @@ class Findings:
     """Bytes of a device."""
     misfits: Sequence[str]
     """The problems of the plan."""
+    no_proof: str
+    """Why the first start cannot be proved on such devices; empty: it can, or needs no proof."""
 
     @property
     def nodes(self) -> int:
@@ -124,6 +126,7 @@ class Findings:
             "device_memory": self.limit,
             "fits": not self.misfits,
             "misfits": list(self.misfits),
+            "no_proof": self.no_proof,
             "ranks": [
                 {
                     "rank": rank.rank,
@@ -229,6 +232,8 @@ class Findings:
             yield f"fits: {written(most)} of {written(self.limit)} ({most / self.limit:.0%})"
         else:
             yield from (f"does not fit: {misfit}" for misfit in self.misfits)
+        if self.no_proof:
+            yield f"no proof before training: {self.no_proof}"
 
     def _named_ranks(self) -> Iterator[tuple[str, RankCost]]:
         for stage, rank in enumerate(self.ranks):

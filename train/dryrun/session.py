@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from .. import tasks
@@ -12,6 +13,7 @@ from ..cli import compatibility
 from ..cli.config import Config
 from ..errors import EXIT_DONE, EXIT_USAGE, UsageError
 from ..parallel.layout import OWN_AXIS, Layout, flag
+from ..proof.session import is_cut, memory_problem
 from ..rundir.console import Console
 from ..runtime.devices import parse_size, written
 from ..runtime.rank import RankInfo
@@ -87,7 +89,21 @@ def examine(config: Config, limit: int | None = None) -> Findings:
         bubbles=bubbles(layout.pp, ranks[0].micro_batches) if layout.pp > 1 else {},
         limit=limit,
         misfits=misfits,
+        no_proof=_no_proof(config, layout, rank_info, weights, limit),
     )
+
+
+def _no_proof(
+    config: Config,
+    layout: Layout,
+    rank_info: RankInfo,
+    weights: Sequence[Tensor],
+    limit: int | None,
+) -> str:
+    """Return why the proof before training takes too much memory, where that is known."""
+    if limit is None or config.verify is False or not is_cut(config, layout, rank_info):
+        return ""
+    return memory_problem(sum(weight.numel() for weight in weights), limit, ranks=1)
 
 
 def place_of(config: Config) -> RankInfo:

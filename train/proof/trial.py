@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -223,15 +223,24 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
+class _NoWatch:
+    """Compares no replicas: each rank's copy is compared with that of one process."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+
 @dataclass(frozen=True)
 class _Bench:
-    """What a trainer uses of a `Saver`; nothing is saved."""
+    """What a trainer uses of a `Saver` in a step; nothing is saved."""
 
     strategy: Strategy
     optimizer: NamedOptimizer
     scaler: LossScaler
     directory: RunDirectory
     console: Console
+    watch: _NoWatch = field(default_factory=_NoWatch)
 
 
 class Trial:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,20 @@ def test_an_evaluation_that_does_not_fit_is_refused_with_a_smaller_one(
     text = capsys.readouterr().out
     assert "  in evaluation\n" in text
     assert "--eval-batch 60 (" in text
+
+
+def test_a_proof_that_takes_too_much_memory_is_announced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = Config(task="chars", dp_replicate=2, device_memory="4MiB")
+    show(config, Console(rank=0))
+    line = (
+        r"\nno proof before training: [\d,]+ parameters take \S+ MiB per rank in the proof, of 4"
+    )
+    assert re.search(line, capsys.readouterr().out)
+    for changes in ({"device_memory": "80GiB"}, {"verify": False}, {"dp_replicate": None}):
+        show(dataclasses.replace(config, **changes), Console(rank=0))
+        assert "no proof" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
