@@ -140,8 +140,8 @@ def check(
                 problems = ask_site(job, to=profile)
             findings += map(finding, problems)
     if verify and not findings:
-        problems, document = proof_problems(load(path, overrides)), read_job(path, overrides)
-        findings += [finding(problem, document) for problem in problems]
+        job, document = load(path, overrides), read_job(path, overrides)
+        findings += [finding(problem, document) for problem in proof_problems(job)]
     return list(dict.fromkeys(findings))
 
 

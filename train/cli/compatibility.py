@@ -37,12 +37,11 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
     if config.infers and config.dry_run:
         use = "--evaluate-only" if config.evaluate_only else "--predict"
         problems.append(f"{use} does not go with --dry-run, which loads no model: leave out one")
-    for name in (config.accept or "").split(",") if config.accept else ():
-        if name not in ACCEPTED:
-            problems.append(
-                f"--accept {name!r} is unknown{nearest(name, ACCEPTED)}; use some of "
-                f"{', '.join(ACCEPTED)}, with commas between them"
-            )
+    problems += [
+        f"--accept {name!r} is unknown{nearest(name, ACCEPTED)}; use some of "
+        f"{', '.join(ACCEPTED)}, with commas between them"
+        for name in sorted(config.accepted - {*ACCEPTED})
+    ]
     if config.verify_only and config.verify is False:
         problems.append("--verify-only and --no-verify exclude each other: leave out one of them")
     if config.dropout is not None and config.dropout > 1:

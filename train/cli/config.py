@@ -205,6 +205,11 @@ class Config:
         return self.run_dir
 
     @property
+    def accepted(self) -> frozenset[str]:
+        """The names of `--accept`."""
+        return frozenset(self.accept.split(",")) if self.accept else frozenset()
+
+    @property
     def infers(self) -> bool:
         """Whether a trained model is used, and nothing is trained."""
         return self.evaluate_only or self.predict is not None

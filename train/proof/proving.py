@@ -5,11 +5,11 @@ each saved buffer and the optimizer's state, on each rank that holds it.
 """
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +17,14 @@ from torch import Tensor
 from ..data.order import Batch
 from ..errors import NonFiniteLoss
 from ..model.trees import tensors_of
-from ..parallel.base import Parts, summed_loss
+from ..parallel.base import Parts
 from ..parallel.consistency import fingerprint
-from ..runtime.process_group import RankGroup
 from . import trial
-from .causes import likeliest, observe
+from .causes import UNKNOWN, likeliest, observe
 from .comparison import STEPS, Bounds, Difference, State, first_difference
-from .draws import ConstantDraws, LeastPrecision, RandomState, double_precision
-from .mixing import BATCH_NORM, LAYER, LOSS, MEAN, SAMPLES, Snapshot, mixtures
-
-Value = TypeVar("Value")
+from .draws import RandomState, double_precision
+from .manner import ADVICE, Manner, held, manner_of
+from .mixing import LAYER, SAMPLES, mixtures
 
 PATIENCE_S = 60.0
 """Time that a proof may be expected to take if nobody has asked for it."""
@@ -56,34 +54,13 @@ class Verdict:
         return not self.problem and not self.missing
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Manner:
-    """How both sides compute; rank 0 finds it out."""
-
-    double: bool = True
-    epsilon: float = 0.0
-    draws: bool = False
-    apart: bool = False
-    accepted: tuple[str, ...] = ()
-    problem: str = ""
-    missing: str = ""
-
-    @property
-    def tolerance(self) -> float:
-        """What rounding explains in one pass, beside the largest value."""
-        return 1e-9 if self.epsilon < 1e-9 else min(1e4 * self.epsilon, 0.1)
-
-
-def prove(
-    parts: Parts, *, accepted: frozenset[str] = frozenset(), patience_s: float = PATIENCE_S
-) -> Verdict:
+def prove(parts: Parts, *, patience_s: float = PATIENCE_S) -> Verdict:
     """Compare three small steps of the configured strategy with those of one process.
 
     All ranks call this. Nothing of the process changes: generators, types, the task and files stay.
 
     Args:
         parts: task, configuration, layout and ranks of the run. `parts.task` is copied.
-        accepted: values of `--accept`.
         patience_s: do without if it is expected to take longer.
 
     Raises:
@@ -91,7 +68,7 @@ def prove(
     """
     started = time.monotonic()
     with _untouched(parts):
-        verdict = _prove(parts, accepted, patience_s)
+        verdict = _prove(parts, patience_s)
     return replace(verdict, seconds=time.monotonic() - started)
 
 
@@ -115,36 +92,34 @@ def _untouched(parts: Parts) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _prove(parts: Parts, accepted: frozenset[str], patience_s: float) -> Verdict:
+def _prove(parts: Parts, patience_s: float) -> Verdict:
     config, group = parts.config, parts.group
     strategy = config.strategy_on(group.rank_info)
     cut = trial.Cut.of(config, parts.layout, strategy)
     count = max(STEPS * cut.batch, SAMPLES)
-    samples, again = (trial.few_samples(parts.task, config, count) for _ in range(2))
+    samples, again = trial.few_samples(parts.task, config, count)
     if verdict := _of_data(samples, again, parts):
         return verdict
     first = group.rank_info.rank == 0
-    manner = group.broadcast(
-        _manner(parts, cut, samples, accepted, patience_s) if first else _Manner()
-    )
+    manner = group.broadcast(manner_of(parts, cut, samples, patience_s) if first else Manner())
     if manner.problem or manner.missing:
         return Verdict(problem=manner.problem, missing=manner.missing, accepted=manner.accepted)
-    with double_precision(manner.double), _held(manner.draws):
+    with double_precision(manner.double), held(manner.draws):
         task = trial.with_samples(parts.task, samples)
         exact = manner.epsilon < 1e-9
         own = trial.config_of_trial(config, cut, strategy, exact_numbers=exact)
         sides = replace(parts, task=task, config=own)
         # A task may hold on to the last model that it has made.
         other = replace(sides, task=trial.with_samples(parts.task, samples))
-        difference, missing = _compare(sides, other, cut, manner)
+        found = _Sides(sides, other, cut, manner).compare()
         problem = ""
-        if difference is not None:
-            text = _cause(sides, cut, difference, manner) if first else ""
-            problem = f"{difference}; likeliest cause: {group.broadcast(text)}"
+        if found.difference is not None:
+            text = _cause(other, cut, found, manner) if first else ""
+            problem = f"{found.difference}; likeliest cause: {group.broadcast(text)}"
     return Verdict(
         problem=problem,
-        missing=missing,
-        difference=difference,
+        missing=found.missing,
+        difference=found.difference,
         accepted=manner.accepted,
         steps=STEPS,
         samples=cut.batch,
@@ -173,212 +148,127 @@ def _of_data(samples: Batch, again: Batch, parts: Parts) -> Verdict | None:
     return None
 
 
-def _manner(
-    parts: Parts, cut: trial.Cut, samples: Batch, accepted: frozenset[str], patience_s: float
-) -> _Manner:
-    """Find out how one process computes with the model, and whether it mixes samples."""
-    errors = []
-    for double in (True, False):
-        try:
-            return _manner_in(parts, cut, samples, accepted, patience_s, double=double)
-        except Exception as error:  # of the user's own model, whatever it may be
-            errors.append(f"{type(error).__name__}: {error}".split("\n")[0])
-    return _Manner(missing=f"one process cannot make a step with this model ({errors[-1]})")
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """How a comparison has ended."""
+
+    difference: Difference | None = None
+    missing: str = ""
+    """Why one process cannot do it."""
+    state: State | None = None
+    """What this rank had when the difference was found."""
 
 
-def _manner_in(
-    parts: Parts,
-    cut: trial.Cut,
-    samples: Batch,
-    accepted: frozenset[str],
-    patience_s: float,
-    *,
-    double: bool,
-) -> _Manner:
-    device, config = parts.group.device, parts.config
-    with double_precision(double):
-        task = trial.with_samples(parts.task, samples)
-        one = trial.parts_of_one_process(replace(parts, task=task))
-        batch = task.train().part(0, SAMPLES).to(device)  # type: ignore[union-attr]
-        model = one.model()
-        if not model.training:
-            model.train()
-        before, began = Snapshot(model), time.monotonic()
-        constant, precision = ConstantDraws(), LeastPrecision()
-        state = RandomState()
-        with precision, constant:
-            loss = summed_loss(task, model(batch.inputs), batch.targets)
-        drawn = state.drawn_from()
-        if not loss.requires_grad:
-            return _Manner(missing="no parameter gets a gradient")
-        loss.backward()  # type: ignore[no-untyped-call]
-        per_sample = (time.monotonic() - began) / SAMPLES
-        expected = per_sample * STEPS * (cut.batch + cut.batch // cut.shards)
-        del loss
-        if expected > patience_s:
-            return _Manner(
-                missing=f"it would take about {expected:.0f} s; --verify starts it anyway"
-            )
-        if generator := constant.left_random or drawn:
-            return _Manner(
-                missing=f"the model or the loss draws random numbers by {generator}, and one "
-                "process cannot draw what the ranks draw"
-            )
-        before.put_back()
-        drew = _draws(task, model, batch)
-        before.put_back()
-        manner = _Manner(double=double, epsilon=precision.epsilon, draws=drew)
-        if cut.parts == 1:
-            return manner
-        with _held(drew):
-            found = mixtures(
-                task,
-                model,
-                batch,
-                synchronised=config.sync_batch_norm and cut.real_micro_batches == 1,
-                tolerance=manner.tolerance,
-            )
-    kinds = tuple(mixture.kind for mixture in found if mixture.kind in accepted)
-    problems = [
-        f"{mixture.text}; {_ADVICE[mixture.kind]}" for mixture in found if mixture.kind not in kinds
-    ]
-    how = f"the batch is cut in {cut.parts} passes ({_passes(cut)}), and "
-    return replace(
-        manner,
-        apart=bool(kinds),
-        accepted=kinds,
-        problem=how + "; and ".join(problems) if problems else "",
-    )
+class _Sides:
+    """Both sides, step by step."""
 
-
-def _passes(cut: trial.Cut) -> str:
-    shards = f"{cut.shards} shards" if cut.shards > 1 else "1 shard"
-    micro = cut.real_micro_batches
-    return f"{shards} x {micro} micro-batches" if micro > 1 else shards
-
-
-_ADVICE = {
-    BATCH_NORM: "use --sync-batch-norm without micro-batches, or a norm over each sample "
-    "(GroupNorm, LayerNorm), or accept the difference with --accept batch-norm",
-    LAYER: "one process trains what is written, with the whole batch in one pass; compute it for "
-    "each sample alone, or accept the difference with --accept layer-mixes-samples",
-    LOSS: "one process trains what is written, with the whole batch in one pass; make the loss a "
-    "sum over samples, or accept with --accept loss-mixes-samples that each pass has a loss of "
-    "its own (as contrastive losses and penalties do)",
-    MEAN: 'return the sum (reduction="sum"), or declare the mean in the task, '
-    '`reduction = "mean"`, with count() the number of items that it is a mean over',
-}
-"""What to do about a mixture, by kind."""
-
-
-def _draws(task: object, model: torch.nn.Module, batch: Batch) -> bool:
-    """Whether a pass in training draws random numbers."""
-    state = RandomState()
-    summed_loss(task, model(batch.inputs), batch.targets)  # type: ignore[arg-type]
-    return bool(state.drawn_from())
-
-
-def _held(draws: bool) -> AbstractContextManager[object]:
-    return ConstantDraws() if draws else nullcontext()
-
-
-def _compare(
-    parts: Parts, other: Parts, cut: trial.Cut, manner: _Manner
-) -> tuple[Difference | None, str]:
-    """Step both sides in turn; return the first difference, or why nothing was compared."""
-    group, first = parts.group, parts.group.rank_info.rank == 0
-    bounds = Bounds.of(manner.epsilon)
-    mine = trial.by_strategy(parts)
-    one, error = _attempt(first, lambda: trial.by_one_process(other, cut, apart=manner.apart))
-    names = [name for name, _ in one.strategy.named_parameters()] if one else []
-    names = group.broadcast(names)
-    start = _shared(group, one.model() if one else {})
-    try:
-        found = first_difference(
-            State(loss=0.0, model=mine.model(), optimizer={}),
-            State(loss=0.0, model=start, optimizer={}),
-            start,
-            step=0,
-            bounds=bounds,
-            parameters=names,
-            rank=group.rank_info.rank,
-        )
-        if found := _earliest(found, group):
-            return replace(found, kind="initial value of"), ""
-        for step in range(1, STEPS + 1):
-            expected, error = _attempt(first and not error, lambda: one.step() if one else None)
-            if error := group.broadcast(error):
-                return None, f"one process cannot make a step with this model ({error})"
+    def __init__(self, parts: Parts, other: Parts, cut: trial.Cut, manner: Manner) -> None:
+        """Set up the strategy's side of `parts`, and on rank 0 that of one process of `other`."""
+        self._group = parts.group
+        self._bounds = Bounds.of(manner.epsilon)
+        self._mine = trial.by_strategy(parts)
+        self._one: trial.Trial | None = None
+        self._error = ""
+        if self._group.rank_info.rank == 0:
             try:
-                here = mine.step()
-            except NonFiniteLoss:
-                return Difference(
-                    name="the loss", kind="loss", step=step, size=float("inf"), moved=0.0
-                ), ""
-            found = first_difference(
-                here,
-                _shared_state(group, expected),
-                start,
-                step=step,
-                bounds=bounds,
-                parameters=names,
-                rank=group.rank_info.rank,
-            )
-            if found := _earliest(found, group):
-                return found, ""
-    finally:
-        mine.close()
-        if one:
-            one.close()
-    return None, ""
+                self._one = trial.by_one_process(other, cut, apart=manner.apart)
+            except Exception as error:  # of the user's own model, whatever it may be
+                self._error = _first_line(error)
+        names = [n for n, _ in self._one.strategy.named_parameters()] if self._one else []
+        self._parameters = self._group.broadcast(names)
+        self._start = self._shared(self._one.model() if self._one else {})
+
+    def compare(self) -> _Found:
+        """Step both sides in turn, up to the first difference."""
+        try:
+            before = State(loss=0.0, model=self._mine.model(), optimizer={})
+            if found := self._difference(before, replace(before, model=self._start), step=0):
+                return _Found(difference=replace(found, kind="the initial value of"))
+            for step in range(1, STEPS + 1):
+                expected = self._step_of_one_process()
+                if error := self._group.broadcast(self._error):
+                    return _Found(missing=f"one process cannot step with this model ({error})")
+                try:
+                    here = self._mine.step()
+                except NonFiniteLoss:
+                    here = replace(before, loss=math.nan)
+                if found := self._difference(here, self._shared_state(expected), step=step):
+                    return _Found(difference=found, state=here)
+            return _Found()
+        finally:
+            for side in filter(None, (self._mine, self._one)):
+                side.close()
+
+    def _step_of_one_process(self) -> State | None:
+        """Make a step on rank 0; an error becomes a text for the ranks that wait."""
+        if self._one is None:
+            return None
+        try:
+            return self._one.step()
+        except Exception as error:  # of the user's own model, whatever it may be
+            self._error = _first_line(error)
+            return None
+
+    def _difference(self, mine: State, one: State, *, step: int) -> Difference | None:
+        """Return the same difference on all ranks: that of the loss, else the lowest rank's."""
+        own = first_difference(
+            mine,
+            one,
+            self._start,
+            step=step,
+            bounds=self._bounds,
+            parameters=self._parameters,
+            rank=self._group.rank_info.rank,
+        )
+        every = [one for one in self._group.gather(own) if one is not None]
+        return min(every, key=lambda one: (one.kind != "loss", one.rank), default=None)
+
+    def _shared(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give all ranks what rank 0 has."""
+        return self._group.broadcast_tensors(dict(tensors), source=0)
+
+    def _shared_state(self, state: State | None) -> State:
+        loss = self._group.broadcast(state.loss if state else 0.0)
+        model = self._shared(state.model if state else {})
+        optimizer = self._shared(state.optimizer if state else {})
+        return State(loss=loss, model=model, optimizer=optimizer)
 
 
-def _attempt(here: bool, action: Callable[[], Value]) -> tuple[Value | None, str]:
-    """Do something on rank 0; an error becomes a text, as the other ranks wait for the answer."""
-    if not here:
-        return None, ""
-    try:
-        return action(), ""
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}".split("\n")[0]
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def _shared(group: RankGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give all ranks what rank 0 has."""
-    return group.broadcast_tensors(dict(tensors), source=0)
-
-
-def _shared_state(group: RankGroup, state: State | None) -> State:
-    loss = group.broadcast(state.loss if state else 0.0)
-    model = _shared(group, state.model if state else {})
-    optimizer = _shared(group, state.optimizer if state else {})
-    return State(loss=loss, model=model, optimizer=optimizer)
-
-
-def _earliest(found: Difference | None, group: RankGroup) -> Difference | None:
-    """Return the same difference on all ranks: that of the loss, else the lowest rank's."""
-    every = [one for one in group.gather(found) if one is not None]
-    return min(every, key=lambda one: (one.kind != "loss", one.rank), default=None)
-
-
-def _cause(parts: Parts, cut: trial.Cut, difference: Difference, manner: _Manner) -> str:
-    one = trial.parts_of_one_process(parts)
-    data = parts.task.train()
+def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
+    """Return the likeliest cause of a difference, and the fix; rank 0 alone calls this."""
+    difference, data = found.difference, other.task.train()
+    assert difference is not None
     assert isinstance(data, Batch)
-    batch = data.part(0, max(cut.batch, SAMPLES)).to(parts.group.device)
+    batch = data.part(0, max(cut.batch, SAMPLES)).to(other.group.device)
+    one = trial.parts_of_one_process(other)
     try:
-        if cut.parts == 1 and difference.kind == "loss":
+        seen = observe(other.task, one.model(), batch)
+        cause = likeliest(difference, seen, recomputed=other.config.activation_checkpointing)
+        if cause != UNKNOWN or difference.step != 1 or manner.apart:
+            return cause
+        if cut.parts == 1:
             # Nothing splits the samples; but parts of a sequence have a loss each, too.
-            mixed = mixtures(
-                parts.task,
-                one.model().train(),
-                batch.part(0, SAMPLES),
-                synchronised=True,
-                tolerance=manner.tolerance,
+            model = one.model().train()
+            few, tolerance = batch.part(0, SAMPLES), manner.tolerance
+            mixed = mixtures(other.task, model, few, synchronised=True, tolerance=tolerance)
+            return f"{mixed[0].text}; {ADVICE[mixed[0].kind]}" if mixed else cause
+        shares = trial.by_one_process(other, cut, apart=True)
+        state, start = shares.step(), shares.model()
+        bounds = Bounds.of(manner.epsilon)
+        assert found.state is not None
+        if (
+            first_difference(found.state, state, start, step=1, bounds=bounds, parameters=())
+            is None
+        ):
+            return (
+                "a layer or the loss reads other samples of its pass, such as a branch on a sum "
+                f"over the batch: one process that computes each share by itself gets the same; "
+                f"{ADVICE[LAYER]}"
             )
-            if mixed:
-                return f"{mixed[0].text}; {_ADVICE[mixed[0].kind]}"
-        seen = observe(parts.task, one.model(), batch)
     except Exception as error:  # of the user's own model
-        return f"not known, as one process cannot run it ({type(error).__name__}: {error})"
-    return likeliest(difference, seen, recomputed=parts.config.activation_checkpointing)
+        return f"not known, as one process cannot run it ({_first_line(error)})"
+    return cause

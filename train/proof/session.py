@@ -132,9 +132,8 @@ def _verdict(parts: Parts) -> Verdict:
     memory = min(group.gather(devices.memory_of_a_rank(group)))
     if problem := memory_problem(weights, memory, ranks=ranks):
         return Verdict(missing=problem)
-    accepted = frozenset((config.accept or "").split(","))
     patience = float("inf") if config.verify or config.verify_only else PATIENCE_S
-    return prove(parts, accepted=accepted, patience_s=patience)
+    return prove(parts, patience_s=patience)
 
 
 def _refusal(parts: Parts, verdict: Verdict) -> str:

@@ -94,14 +94,19 @@ class Cut:
         )
 
 
-def few_samples(task: Task, config: Config, count: int) -> Batch:
-    """Read the first samples that a run draws, on the CPU; random ones as the run draws them."""
+def few_samples(task: Task, config: Config, count: int) -> tuple[Batch, Batch]:
+    """Read the first samples that a run draws, twice, on the CPU; random ones as the run does."""
     source = source_of(task.train(), task=task.name)
     weights = task.weights() if config.sampling == "balanced" else None
     order = SampleOrder(size=len(source), seed=config.seed, weights=weights)
-    first = source.take(order.positions(0, count), Chance(config.seed, 0))
-    # Shared memory of a Dataset may be written to by the next read.
-    return first.mapped(lambda tensor: tensor.detach().cpu().clone())
+    numbers = order.positions(0, count)
+
+    def read() -> Batch:
+        # A Dataset may write its next sample into the same memory.
+        first = source.take(numbers, Chance(config.seed, 0))
+        return first.mapped(lambda tensor: tensor.detach().cpu().clone())
+
+    return read(), read()
 
 
 def copied(task: Task) -> Task:

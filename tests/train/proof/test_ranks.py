@@ -32,7 +32,6 @@ def judged(rank: int, ranks: int, cases: list[Case]) -> list[str]:
     found = []
     for name, chosen in cases:
         config, group = config_of(**{**COMMON, **chosen}), group_of(rank, ranks)
-        accepted = frozenset((config.accept or "").split(","))
         parts = Parts(
             task=getattr(proved, name)(),
             config=config,
@@ -42,7 +41,7 @@ def judged(rank: int, ranks: int, cases: list[Case]) -> list[str]:
         try:
             # As a start does before it.
             parallel.build(config.strategy_on(group.rank_info), parts).verify()
-            verdict = prove(parts, accepted=accepted)
+            verdict = prove(parts)
         except UsageError as error:
             found.append(f"{CHECK}{error}")
             continue
@@ -65,6 +64,8 @@ RIGHT: list[Case] = [
     ("Contrastive", {**DDP, "accept": "loss-mixes-samples"}),
     ("Contrastive", {**PP, "accept": "loss-mixes-samples"}),
     ("Centred", {**FSDP, "accept": "layer-mixes-samples"}),
+    ("Normed", {**SYNC, "micro_batch": 3, "accept": "batch-norm"}),
+    ("Branching", {**DDP, "accept": "layer-mixes-samples"}),
     ("Plain", {**PS, "ps_mode": "async"}),
 ]
 # A fix elsewhere may make these right, and a check elsewhere may refuse them first.
@@ -85,6 +86,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         DDP,
         r"holds|problem: after step 1 .*'0\.weight' .* hook on its gradient, .*|check: .*",
     ),
+    ("Branching", DDP, r"problem: .*(layer '1' \(Branch\)|a branch on a sum).*--accept layer-.*"),
     ("Followed", FSDP, r"(?s)holds|problem: .*forward\(\) writes parameter .*|check: .*teacher.*"),
     ("Followed", PS, r"(?s)holds|problem: .*'1\.teacher\.weight'.*|check: .*teacher.*"),
     ("Clamped", DDP, r"(?s)problem: .*layer '1' \(Clamp\) gives other outputs.*|check: .*"),
