@@ -58,10 +58,22 @@ class Parts:
         seed_generators(seed_of("model", self.config.seed), self.group.device)
         torch.manual_seed(self.config.seed)
         with modules_on(device or torch.device("cpu")):
-            model = model_of(self.task)
+            model = self._made(device)
         if device is None:
             model = model.to(self.group.device)
         return prepare(model, self.task, self.config, device=self.group.device)
+
+    def _made(self, device: torch.device | None) -> nn.Module:
+        try:
+            return model_of(self.task)
+        except (RuntimeError, NotImplementedError) as error:
+            if device is None or device.type != "meta" or not self.config.meta_init:
+                raise
+            raise UsageError(
+                f"--meta-init: model() of task {self.task.name!r} needs the numbers of its weights "
+                f"({str(error).splitlines()[0]}), which there are none of on the device meta; "
+                "leave out --meta-init"
+            ) from error
 
     def autocast(self) -> AbstractContextManager[None]:
         """Multiply matrices in the precision of `--precision`."""

@@ -34,6 +34,10 @@ from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 
+IN_PLACE = "modified by an inplace operation"
+"""torch's message about a tensor that has changed since a backward pass was prepared."""
+
+
 class Pipelined(Strategy):
     """Runs this rank's stages; the last stage's rank knows the loss."""
 
@@ -158,12 +162,16 @@ class Pipelined(Strategy):
                 )
             elif writes.any():
                 problem = self._unkept(writes.names())
-            if not problem and self._hooked:
-                problem = self._handed_over(batch.part(0, 1))
-        if problems := [one for one in self.parts.group.gather(problem) if one]:
-            raise UsageError(problems[0])
+        self._refuse_any(problem)
+        if self._hooked and len(batch):
+            self._refuse_any(self._handed_over(batch.part(0, 1)))
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
+
+    def _refuse_any(self, problem: str) -> None:
+        """Raise the first problem that a rank has, on all of them."""
+        if problems := [one for one in self.parts.group.gather(problem) if one]:
+            raise UsageError(problems[0])
 
     def _handed_over(self, batch: Batch) -> str:
         """Describe why the loss fails where only the last stage has run; '' if it does not."""
@@ -220,9 +228,11 @@ class Pipelined(Strategy):
                 schedule.step(*inputs, target=numbers, return_outputs=False)
         except RuntimeError as error:
             # torch refuses a backward pass through what has been written since.
-            if not self.has_written():
-                raise
-            raise UsageError(self._unkept(self.written())) from error
+            if self.has_written():
+                raise UsageError(self._unkept(self.written())) from error
+            if any(IN_PLACE in str(each) for each in (error, error.__cause__)):
+                raise UsageError(self._overwritten()) from error
+            raise
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
         self._settlement.run()
@@ -231,6 +241,17 @@ class Pipelined(Strategy):
             return Sums(loss=torch.zeros((), device=self.norm_device), count=0)
         count = sum(item_count(self.task, batch.targets) for batch in batches)
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
+
+    def _overwritten(self) -> str:
+        """Describe a buffer that moves while micro-batches are on their way."""
+        stages = self._stages.values()
+        moved = [name for s in stages for name, b in s.named_buffers() if b._version > 0]
+        return (
+            f"--pp {self.parts.layout.pp}: forward() of the model of task {self.task.name!r} "
+            f"changes in place what backward passes of earlier micro-batches still need "
+            f"({some_of(frozenset(moved)) or 'an activation'}); replace it instead "
+            "(`self.scale = 0.9 * self.scale`), or leave out --pp"
+        )
 
     def _unkept(self, names: Sequence[str]) -> str:
         return (
