@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
+.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ MINUTES ?= 60
 MOMENTS ?= 100
 MOMENT ?=
 SEED ?=
+COUNT ?=
 RUN ?=
 
 help:  ## Show the targets
@@ -85,6 +86,9 @@ test-gpu: install  ## Run the tests that need a GPU, as many as there are GPUs f
 
 fuzz: install  ## Try odd inputs for MINUTES, all seven fuzzers side by side
 	@TOOLKIT_FUZZ_MINUTES=$(MINUTES) $(BIN)/pytest tests/security/test_fuzz.py -n 7 -o timeout=0 $(ARGS)
+
+property: install  ## Train COUNT (2000) drawn models from SEED on: each as plain torch does, or refused by name
+	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m tests.train.promise $(or $(SEED),$$RANDOM) $(or $(COUNT),2000)
 
 chaos: install  ## Hit runs with faults drawn from SEED: MOMENTS in their first seconds, then MINUTES of any; MOMENT=k or RUN=k repeats one
 	@$(if $(RUN),,$(BIN)/python -m tests.system.chaos.first_seconds --moments $(MOMENTS) $(if $(SEED),--seed $(SEED)) $(if $(MOMENT),--moment $(MOMENT)))

@@ -33,7 +33,6 @@ from ..writes import Writes
 from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
-
 IN_PLACE = "modified by an inplace operation"
 """torch's message about a tensor that has changed since a backward pass was prepared."""
 
