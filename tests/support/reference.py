@@ -116,6 +116,10 @@ def train_page() -> str:
         "[parallelism](../how-to/parallelism.md).",
         "A flag without a value is a switch; `--no-NAME` turns it off. The same names stand in the "
         "file that `--config` reads, with `_` or `-`.",
+        "There is no flag for parameter groups, other optimizers, learning-rate schedules of your "
+        "own, clipping by value, evaluation every N steps, the best checkpoint, early stopping, "
+        "a `collate_fn` or a sampler: [what a task cannot choose]"
+        "(../how-to/own-task.md#what-a-task-cannot-choose).",
     ]
     sections: dict[str, list[str]] = {}
     for field, text in flags.documented(inline=False):

@@ -14,8 +14,9 @@ import torch
 from train.checkpoints import safetensors_file, store
 from train.checkpoints.safetensors_file import TensorPart
 from train.checkpoints.store import Position, State
+from train.cli.config import Config
 from train.errors import RefusedError
-from train.rundir.claim import claim
+from train.rundir.claim import claim, differences
 from train.rundir.files import RunDirectory, read_lines
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
@@ -175,3 +176,10 @@ def test_a_run_whose_task_has_moved_goes_on_when_it_is_told_so_and_keeps_that_in
     assert [position.step for position in store.list_committed(run_dir)] == [4, 2]
     run(f"{new}:Mine", 5, attempt=3).finish()
     assert [m["step"] for m in moved.metrics() if "loss" in m] == [1, 2, 3, 4, 5]
+
+
+def test_exact_sums_differ_from_others_by_their_own_flag_alone() -> None:
+    fast, exact = Config().identity(), Config(reduce="exact").identity()
+    assert differences(fast, exact) == ["reduce: 'fast' there, 'exact' here"]
+    more = Config(reduce="exact", virtual_shards=16).identity()
+    assert differences(exact, more) == ["virtual_shards: 4 there, 16 here"]
