@@ -6,11 +6,13 @@ care, the repetition starts elsewhere and gives the gradient of other activation
 once more.
 """
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -44,7 +46,7 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 class _FirstPass(AbstractContextManager[None]):
-    """Notes buffers and attributes as a pass begins."""
+    """Notes buffers, attributes and random generators as a pass begins."""
 
     def __init__(self, module: nn.Module, constant: set[tuple[int, str]]) -> None:
         self.module = module
@@ -54,6 +56,8 @@ class _FirstPass(AbstractContextManager[None]):
         self.attributes: list[tuple[dict[str, Any], dict[str, object]]] = []
 
     def __enter__(self) -> None:
+        # torch puts back the state of its own generators.
+        self.generators = random.getstate(), np.random.get_state()
         self._kept: list[tuple[nn.Module, str, Tensor, int]] = []
         self._compared: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for own in self.module.modules():
@@ -104,6 +108,8 @@ class _Repetition(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         first = self._first
+        self._generators = random.getstate(), np.random.get_state()
+        _set(first.generators)
         self._buffers = [(own._buffers, dict(own._buffers)) for own in first.module.modules()]
         for buffers, _ in self._buffers:
             buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
@@ -114,9 +120,15 @@ class _Repetition(AbstractContextManager[None]):
             own.update(values)
 
     def __exit__(self, *failure: object) -> None:
+        _set(self._generators)
         for buffers, originals in self._buffers:
             buffers.update(originals)
         for (own, values), (_, before) in zip(
             self._attributes, self._first.attributes, strict=True
         ):
             own.update({name: values[name] for name in before})
+
+
+def _set(generators: tuple[Any, Any]) -> None:
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])

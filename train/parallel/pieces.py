@@ -4,7 +4,7 @@ A pipeline runs the pieces and nothing else: what the model's own `forward()` do
 factor, a sum, a branch around one of them) would be left out without an error. Sharded data
 parallel gathers a piece's parameters while that piece runs, and only then.
 
-Before the first step one sample goes through the model and through its pieces. On the device
+Before the first step two samples go through the model and through its pieces. On the device
 `meta`, which costs next to nothing, the two sequences of operations are compared. A model whose
 branches depend on its data runs on the CPU instead, and the outputs are compared.
 """
@@ -33,7 +33,7 @@ MOST_READS = 1000
 
 
 def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
-    """Make sure, with one of rank 0's samples, that the pieces are all that the model does.
+    """Make sure, with two of rank 0's samples, that the pieces are all that the model does.
 
     Messages name the flags that run the pieces by themselves.
 
@@ -42,7 +42,7 @@ def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
     """
     problem = ""
     if parts.group.rank_info.rank == 0 and len(batch):
-        problem = _difference(parts, batch.part(0, 1).inputs)
+        problem = _difference(parts, batch.part(0, 2).inputs)
     if problem := parts.group.broadcast(problem):
         raise UsageError(
             f"{flags}: the pieces of task {parts.task.name!r}, one after the other, do not compute "

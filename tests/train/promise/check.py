@@ -204,6 +204,15 @@ def by_plain_torch(one: Draw, text: str, *, passes: int = 1) -> Learnt:
 
     With several passes, each has its part of all slices that ranks work on.
     """
+    default = torch.get_default_dtype()
+    try:
+        return _learnt(one, text, passes)
+    finally:
+        # Which the file has set.
+        torch.set_default_dtype(default)
+
+
+def _learnt(one: Draw, text: str, passes: int) -> Learnt:
     names: dict[str, Any] = {"__name__": "drawn"}
     exec(compile(text, "drawn.py", "exec"), names)
     task = names["Drawn"]()
@@ -241,13 +250,10 @@ def by_plain_torch(one: Draw, text: str, *, passes: int = 1) -> Learnt:
 def judge(one: Draw, pool: Pool) -> Judgement:
     """Train as drawn, and say how the promise was kept."""
     text = source_of(one.model)
-    default = torch.get_default_dtype()
     try:
         learnt = by_plain_torch(one, text)
     except Exception as error:
         return Judgement(kept=f"no model: {type(error).__name__}", output=str(error))
-    finally:
-        torch.set_default_dtype(default)
     if not all(abs(loss) < TOO_FAR for loss in learnt.losses):
         return Judgement(kept="no model: it diverges")
     with tempfile.TemporaryDirectory() as name:
@@ -276,10 +282,7 @@ def judge(one: Draw, pool: Pool) -> Judgement:
         return Judgement(kept="equal")
     if one.layout.passes > 1:
         # What moves in each pass moves so in one process that makes as many of them, too.
-        try:
-            learnt = by_plain_torch(one, text, passes=one.layout.passes)
-        finally:
-            torch.set_default_dtype(default)
+        learnt = by_plain_torch(one, text, passes=one.layout.passes)
         if distance(learnt, losses, end) <= FAR:
             return Judgement(kept="equal to as many passes")
     return Judgement(broken=f"differs by {far:.1e}", output=ended.output)

@@ -49,13 +49,21 @@ def layout_of(*flags: str) -> int:
     return next(n for n, layout in enumerate(LAYOUTS) if layout.flags == flags)
 
 
-ZERO_BUBBLE = ("--pp", "2", "--pp-schedule", "ZBVZeroBubble", "--micro-batch", "3")
+THREE = ("--micro-batch", "3")
+ZERO_BUBBLE = ("--pp", "2", "--pp-schedule", "ZBVZeroBubble", *THREE)
 FAILED_ONCE = {
     "a hang where one rank alone refuses": (
         ("view of a weight", "hook on a layer's input"), ZERO_BUBBLE, "refused",
     ),
     "a buffer that moves under micro-batches": (
         ("own function", "scale by step"), ZERO_BUBBLE, "refused",
+    ),
+    "a layer that normalises by the batch, in a pass of one sample": (
+        ("batch norm without statistics",), ("--pp", "2", "--pp-schedule", "1F1B", *THREE),
+        "refused",
+    ),
+    "numbers of random and numpy that are drawn again": (
+        ("noise", "numpy noise"), ("--activation-checkpointing",), "equal",
     ),
     "a model that needs numbers on meta": (
         ("orthogonal",), ("--strategy", "fsdp", "--meta-init"), "refused",

@@ -33,6 +33,8 @@ from ..writes import Writes
 from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
+FEW = 2
+"""Samples of a pass before training: normalisation by the batch takes no single one."""
 IN_PLACE = "modified by an inplace operation"
 """torch's message about a tensor that has changed since a backward pass was prepared."""
 
@@ -150,7 +152,7 @@ class Pipelined(Strategy):
             borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
             try:
                 with borrowed:
-                    self.passed(self._slice.of(batch.part(0, 1)).inputs)
+                    self.passed(self._slice.of(batch.part(0, FEW)).inputs)
             except UsageError as error:
                 problem = str(error)
             if borrowed.problem:
@@ -163,7 +165,7 @@ class Pipelined(Strategy):
                 problem = self._unkept(writes.names())
         self._refuse_any(problem)
         if self._hooked and len(batch):
-            self._refuse_any(self._handed_over(batch.part(0, 1)))
+            self._refuse_any(self._handed_over(batch.part(0, FEW)))
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
