@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -19,7 +20,7 @@ from ..model.trees import Tree, mapped, tensors_of
 from ..tasks.base import item_count, model_of, modules_on
 from .checksum import checksums
 from .consistency import Inventory, check_alike, check_unchanged, differing, named_tensors, some_of
-from .replacement import Originals
+from .replacement import Originals, note_made
 from .writes import Writes
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ class Parts:
             model = self._made(device)
         if device is None:
             model = model.to(self.group.device)
-        return prepare(model, self.task, self.config, device=self.group.device)
+        model = prepare(model, self.task, self.config, device=self.group.device)
+        note_made(model)
+        return model
+
+    def sketch(self, device: torch.device) -> nn.Module:
+        """Make another model to look at; a task that keeps its last model keeps the one it has."""
+        return replace(self, task=copy(self.task)).model(device)
 
     def _made(self, device: torch.device | None) -> nn.Module:
         try:
@@ -313,6 +320,10 @@ class WholeModel(Strategy):
         self.start_training()
         return self.total([self.backward(batch, factor) for batch in micro_batches])
 
+    def loss_reads(self) -> AbstractContextManager[object]:
+        """Refuse a loss that reads weights which are not whole here; the first loss tells."""
+        return nullcontext()
+
     def own_part(self, batch: "Batch") -> "Batch":
         """Return this rank's part of a batch, where the model takes it."""
         return batch
@@ -321,7 +332,9 @@ class WholeModel(Strategy):
         """Run one micro-batch forwards and backwards."""
         batch = self.own_part(batch)
         with self.parts.autocast():
-            loss = summed_loss(self.task, self.run(batch.inputs), batch.targets)
+            outputs = self.run(batch.inputs)
+            with self.loss_reads():
+                loss = summed_loss(self.task, outputs, batch.targets)
         if is_sharded(loss):
             torch.autograd.backward(loss * factor)
         else:

@@ -134,7 +134,7 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
             "--cp"
         )
     # A stage of a pipeline may well have none, the whole model may not.
-    models = [model] if layout.pp == 1 else [model, parts.model(torch.device("meta"))]
+    models = [model] if layout.pp == 1 else [model, parts.sketch(torch.device("meta"))]
     if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
         raise UsageError(
             f"--cp {layout.cp}: the model of task '{name}' has no train.layers.CausalAttention, "

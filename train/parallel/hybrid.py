@@ -6,6 +6,7 @@ parameters, and cuts them once more along another dimension of the same mesh.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from ..runtime.process_group import arrange, limit_waiting
 from . import consistency, cp, fsdp, pieces, tp
 from .base import Parts, Sums, Tally, WholeModel, copy_part, full
 from .consistency import named_tensors, some_of
+from .replacement import LossReads
 
 DATA = ("dp_replicate", "fsdp")
 """Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""
@@ -42,6 +44,7 @@ class Composed(WholeModel):
         if meta:
             materialise([self.model], parts)
         self._settlement = Settlement([self.model], mesh, parts)
+        self._has_lost = False
         self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def warm_up(self, batch: Batch) -> None:
@@ -72,6 +75,13 @@ class Composed(WholeModel):
     def without_gradient(self) -> frozenset[str]:
         """Name the parameters that this rank's data have given no gradient in this step."""
         return self._units.without_gradient() if self._units else frozenset()
+
+    def loss_reads(self) -> AbstractContextManager[object]:
+        """Refuse a loss that reads weights of which each rank has a part, in the first step."""
+        if self._has_lost or self.parts.layout.world_size == 1:
+            return nullcontext()
+        self._has_lost = True
+        return LossReads(self.modules(), self.parts)
 
     def has_written(self) -> bool:
         """Whether a pass of this step has written a parameter, or a gathered copy of one."""
@@ -188,7 +198,7 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
             owner._buffers[name] = buffer.to(device)
     mine = {name: tensor for module in modules for name, tensor in named_tensors(module).items()}
     first = parts.group.rank_info.rank == 0
-    weights = named_tensors(parts.model(torch.device("cpu"))) if first else {}
+    weights = named_tensors(parts.sketch(torch.device("cpu"))) if first else {}
     names_of: dict[int, list[str]] = {}
     for name, tensor in weights.items():
         names_of.setdefault(id(tensor), []).append(name)

@@ -67,7 +67,7 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
         record = _Record(number)
         # What cannot run there is refused by torch at the first step.
         with suppress(Exception):
-            model = parts.model(torch.device("meta"))
+            model = parts.sketch(torch.device("meta"))
             record.watch(model, units)
             _run(model, batch.part(0, 1).inputs, record)
         abroad += record.abroad
@@ -92,7 +92,7 @@ def check_one_backward_pass(parts: Parts, batch: Batch, *, flags: str) -> None:
     if parts.group.rank_info.rank == 0 and len(batch):
         # What cannot run on the device `meta` is not looked at.
         with suppress(Exception):
-            problem = _bound_to_one_pass(parts.model(torch.device("meta")), batch.inputs)
+            problem = _bound_to_one_pass(parts.sketch(torch.device("meta")), batch.inputs)
     if problem := parts.group.broadcast(problem):
         raise UsageError(
             f"{flags}: the model of task {parts.task.name!r} {problem}, but the backward pass of "
@@ -155,7 +155,7 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
     """Whether the model reads a number from its data (`item()`, or `if` on a tensor)."""
     record = _Record()
     with suppress(Exception):
-        _run(parts.model(torch.device("meta")), batch.part(0, 1).inputs, record)
+        _run(parts.sketch(torch.device("meta")), batch.part(0, 1).inputs, record)
     return any(name.startswith("aten._local_scalar_dense") for name, _, _ in record.operations)
 
 
@@ -207,13 +207,13 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _difference(parts: Parts, inputs: Tree) -> str:
     """Describe in what the model differs from its pieces; '' if in nothing."""
     try:
-        model = parts.model(torch.device("meta"))
+        model = parts.sketch(torch.device("meta"))
         whole, apart = _Record(), _Record()
         for record, run in ((whole, model), (apart, _in_turn(model, parts))):
             record.watch(model, ())
             _run(run, inputs, record)
     except Exception:
-        model = parts.model(torch.device("cpu")).eval()
+        model = parts.sketch(torch.device("cpu")).eval()
         given = mapped(lambda t: t.cpu() if isinstance(t, Tensor) else t, inputs)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             of_model = tensors_of(model(given))

@@ -10,15 +10,20 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import UsageError
 from ..model.trees import tensors_of
 from .consistency import named_tensors
+
+if TYPE_CHECKING:
+    from .base import Parts
 
 DEEP = 3
 """How many containers deep the holder of a tensor is looked for."""
@@ -141,6 +146,57 @@ class Borrowed(TorchFunctionMode):
                     "through which this schedule finds no gradient"
                 )
         return func(*args, **(kwargs or {}))
+
+
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The parameters of all models that a task has made in this process, with their names."""
+
+
+def note_made(model: nn.Module) -> None:
+    """Remember the parameters of a model that a task has made."""
+    for name, parameter in model.named_parameters():
+        _made[parameter] = name
+
+
+class LossReads(TorchFunctionMode):
+    """Looks at what the functions of a loss are given, and refuses weights that are not whole."""
+
+    def __init__(self, modules: Iterable[nn.Module], parts: "Parts") -> None:
+        super().__init__()
+        named = [each for module in modules for each in module.named_parameters()]
+        self._whole = {id(p) for _, p in named if not isinstance(p, DTensor)}
+        self._cut = {id(p): name for name, p in named if isinstance(p, DTensor)}
+        self._parts = parts
+        self.name = ""
+        """The first parameter that is read; '' if none is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_of((args, dict(kwargs or {}))) if not self.name else ():
+            name = self._cut.get(id(tensor), "")
+            if not name and id(tensor) not in self._whole and tensor.requires_grad:
+                # Of another stage, or of a model that was made to be looked at.
+                name = _made.get(tensor, "")  # type: ignore[no-untyped-call]  # torch's
+            self.name = self.name or name
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
+        if self.name:
+            raise UsageError(self.problem()) from failure[1]
+
+    def problem(self) -> str:
+        """Describe what is wrong; '' if nothing is."""
+        if not self.name:
+            return ""
+        parts = self._parts
+        return (
+            f"--strategy {parts.config.strategy_on(parts.group.rank_info)} ({parts.layout}): "
+            f"loss() of task {parts.task.name!r} reads parameter {self.name!r} of the model, which "
+            "is not whole on this rank: compute the term in forward() and return it with the "
+            "outputs, or use --strategy ddp"
+        )
 
 
 def _held(

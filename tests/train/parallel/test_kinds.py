@@ -82,6 +82,13 @@ TWO: list[Case] = [
         for how in (DDP, FSDP)
     ),
     ("CountedLate", EXACT, r".* writes middle\.0\.count, whole numbers, in each virtual shard .*"),
+    # A loss that reads the model's weights, or a teacher's.
+    *(("Decayed", how, RIGHT) for how in (DDP, EXACT)),
+    *(
+        ("Decayed", how, r".*loss\(\) of task 'kind' reads parameter '\w+\.[\w.]+' of the model.*")
+        for how in (FSDP, TP, PP, ZB)
+    ),
+    *(("Taught", how, RIGHT) for how in (FSDP, PP)),
     # Parameters that forward() writes.
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
     *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),

@@ -298,3 +298,30 @@ class InPython(Replaced):
     """The number of passes is in the model's sums."""
 
     how = "in Python"
+
+
+# A loss that reads the model's weights.
+
+
+class Decayed(Kind):
+    """The loss has a term of the weights, for each sample."""
+
+    def model(self) -> nn.Module:
+        self.net = Net()
+        return self.net
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        weights = torch.stack([p.square().sum() for p in self.net.parameters()]).sum()
+        return super().loss(outputs, targets) + 0.1 * len(targets) * weights
+
+
+class Taught(Kind):
+    """The loss has a term of a frozen model, which is not trained."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.teacher = Net().requires_grad_(False)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        bias = torch.stack([p.mean() for p in self.teacher.parameters()]).sum()
+        return super().loss(outputs + bias, targets)

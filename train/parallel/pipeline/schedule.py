@@ -10,6 +10,7 @@ without a word.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ...tasks.base import item_count
 from .. import cp, fsdp, hybrid, pieces, tp
 from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
 from ..consistency import some_of
+from ..replacement import LossReads
 from ..writes import Writes
 from . import split
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
@@ -151,8 +153,11 @@ class Pipelined(Strategy):
             writes.start(contents=True)
             borrowed = self._originals.watch_stages(self.modules(), in_parts=in_parts)
             try:
+                part = self._slice.of(batch.part(0, FEW))
                 with borrowed:
-                    self.passed(self._slice.of(batch.part(0, FEW)).inputs)
+                    passed = self.passed(part.inputs)
+                if self._holds_last:
+                    problem = self._loss_reads(passed, part)
             except UsageError as error:
                 problem = str(error)
             if borrowed.problem:
@@ -193,6 +198,15 @@ class Pipelined(Strategy):
                 "the rank of the layer's stage: return it from the model, or leave out --pp"
             )
         return ""
+
+    def _loss_reads(self, passed: dict[int, tuple[Tree, Tree]], part: Batch) -> str:
+        """Describe why a loss that reads weights would be wrong; '' if it reads none."""
+        reads = LossReads(self.modules(), self.parts)
+        outputs = unflattened(passed[len(self._plan) - 1][1], self._form)
+        # Another error comes again in the first step, where its part is named.
+        with suppress(Exception), torch.no_grad(), self.parts.autocast(), reads:
+            self.task.loss(outputs, part.targets)
+        return reads.problem()
 
     def passed(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
         """Send a batch through all stages; give what went in and out of this rank's.
