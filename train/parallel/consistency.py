@@ -26,6 +26,8 @@ from ..runtime.process_group import RankGroup
 if TYPE_CHECKING:
     from .base import Strategy
 
+SAMPLED = 6
+"""Samples of a Dataset that are read and compared."""
 LOOKED_AT = 32
 """Elements of a tensor that are compared: random numbers differ in each of them."""
 
@@ -182,21 +184,35 @@ def check_alike(given: Inventory, group: RankGroup, *, task: str) -> None:
 def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> None:
     """Make sure that all ranks have the same data: each rank takes slices of all of it.
 
-    Only data in memory are compared: a Dataset may draw its samples anew each time.
+    Of a Dataset some samples are read. One that draws them anew each time is not compared.
 
     Raises:
         UsageError: on all ranks; the data differ.
     """
-    mine = {"the number of test samples": str(len(test))}
-    for name, data in (("training", train), ("test", test)):
-        if isinstance(data, Batch):
-            for place, tensor in enumerate(tensors_of((data.inputs, data.targets))):
-                mine[f"the {name} data (tensor {place})"] = fingerprint(tensor)
-    if names := differing(mine, group):
+    sources = {"training": train, "test": test}
+    mine = {f"the number of {name} samples": str(len(data)) for name, data in sources.items()}
+    names = differing(mine, group)
+    for name, data in sources.items():
+        if not names and len(data):
+            fingerprints = _fingerprints(name, data)
+            names = differing(fingerprints, group)
+            if names and not all(group.gather(_fingerprints(name, data) == fingerprints)):
+                names = []
+    if names:
         raise UsageError(
             f"task {task!r}: the ranks were given different data: {names[0]}; every rank must be "
             "given all of it, and random data come from a generator with a fixed seed"
         )
+
+
+def _fingerprints(name: str, data: Source) -> dict[str, str]:
+    """Describe the tensors of samples in memory, or those of some of a Dataset's samples."""
+    what = f"the {name} data"
+    if not isinstance(data, Batch):
+        what = f"samples of the {name} data"
+        data = data.take(torch.linspace(0, len(data) - 1, min(SAMPLED, len(data))).long())
+    tensors = tensors_of((data.inputs, data.targets))
+    return {f"{what} (tensor {n})": fingerprint(tensor) for n, tensor in enumerate(tensors)}
 
 
 class Untrained:

@@ -63,6 +63,7 @@ class DataParallel(WholeModel):
         self._running_statistics = batchnorm.moving_places(self.model)
         # In the order in which the reducer numbers them.
         self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._frozen = Frozen(self.model, parts)
 
     def warm_up(self, batch: Batch) -> None:
         """Let DDP rebuild its buckets now, so that a resumed run sums in the same order.
@@ -99,6 +100,7 @@ class DataParallel(WholeModel):
             with nullcontext() if last else self._ddp.no_sync():
                 # DDP takes the mean over the ranks: this turns it back into a sum.
                 sums.append(self.backward(batch, factor * self.shards))
+        self._frozen.check()
         self._complete()
         batchnorm.average_buffers(self._running_statistics)
         return self.total(sums)
@@ -157,6 +159,7 @@ class ExactDataParallel(WholeModel):
         self._uneven: list[str] = []
         # Frozen parameters must get no gradients.
         self._trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self._frozen = Frozen(self.model, parts)
 
     def warm_up(self, batch: Batch) -> None:
         """Refuse operations that do not give the same bits again, before the first step.
@@ -211,6 +214,7 @@ class ExactDataParallel(WholeModel):
             # Anew: a model may replace its buffers.
             for name, buffer in batchnorm.numeric_buffers(self.model).items():
                 buffer.copy_(start[name])
+        self._frozen.check()
         self._without_gradient = frozenset(lacking)
         own_loss = torch.stack([row[-1] for row in rows]).sum()
         table = torch.stack(rows)
@@ -281,6 +285,30 @@ class ExactDataParallel(WholeModel):
                 self._uneven.append(name)
             buffer += (moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype)
         return total[-1]
+
+
+class Frozen:
+    """The parameters that no gradient is exchanged for, as they were frozen at the start."""
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        named = model.named_parameters()
+        self._parameters = [(n, p) for n, p in named if not p.requires_grad]
+        self._parts = parts
+
+    def check(self) -> None:
+        """Make sure that they still are.
+
+        Raises:
+            UsageError: names those that each rank would now train by its own samples.
+        """
+        if thawed := [name for name, p in self._parameters if p.requires_grad]:
+            parts = self._parts
+            raise UsageError(
+                f"--strategy ddp: {some_of(thawed)} of task {parts.task.name!r} was frozen when "
+                "the run started and requires a gradient now, which ranks would not exchange: "
+                "let model() make it trainable and start again, which goes on from the last "
+                "checkpoint, or use --strategy fsdp"
+            )
 
 
 def sum_rows(mine: Tensor, ranks: int) -> Tensor:

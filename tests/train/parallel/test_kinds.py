@@ -12,11 +12,13 @@ from torch import Tensor
 
 from tests.train.support import kinds
 from tests.train.support.ladder import Recording, merged
-from tests.train.support.making import trainer_for
+from tests.train.support.making import group_of, trainer_for
 from tests.train.support.ranks import on_ranks
+from train.data.loader import source_of
 from train.errors import UsageError
 from train.model import recomputation
 from train.model.modes import settle
+from train.parallel.consistency import check_data
 
 FILE = Path(kinds.__file__)
 # Double precision has 2.2e-16; what was wrong was off by 1e-4 and more.
@@ -89,6 +91,12 @@ TWO: list[Case] = [
         for how in (FSDP, TP, PP, ZB)
     ),
     *(("Taught", how, RIGHT) for how in (FSDP, PP)),
+    # Layers that are trained from some step on.
+    ("Thawed", FSDP, RIGHT),
+    *(
+        (task, how, r".* first\.0\.bias, first\.0\.weight of task 'kind' was frozen when the .*")
+        for task, how in (("ThawedLater", DDP), ("Thawed", EXACT))
+    ),
     # Parameters that forward() writes.
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
     *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),
@@ -213,3 +221,32 @@ def test_a_large_buffer_that_moves_late_is_refused(monkeypatch: pytest.MonkeyPat
         layer(inputs).sum().backward()
     with pytest.raises(UsageError, match="buffer 'count' of a Moving has not moved in the first"):
         layer(inputs)
+
+
+def refusals_of_data(rank: int) -> list[str]:
+    numbers = [float(n) for n in range(20)]
+    pairs: list[tuple[kinds.Pairs, kinds.Pairs]] = [
+        (kinds.Pairs(*numbers), kinds.Pairs(*numbers, noise=True)),
+        (kinds.Pairs(*numbers[rank::2]), kinds.Pairs(*numbers)),
+        (kinds.Pairs(*numbers), kinds.Pairs(*numbers[rank:])),
+        (kinds.Pairs(*numbers[rank:]), kinds.Pairs(*numbers)),
+    ]
+    found = []
+    for train, test in pairs:
+        text = ""
+        try:
+            one, other = (source_of(data, task="pairs") for data in (train, test))
+            check_data(one, other, group_of(rank, 2), task="pairs")
+        except UsageError as error:
+            text = str(error)
+        found.append(text)
+    return found
+
+
+def test_a_dataset_that_is_cut_by_rank_is_refused() -> None:
+    given = "task 'pairs': the ranks were given different data: "
+    for same, cut, shorter, longer in on_ranks(2, refusals_of_data):
+        assert same == ""
+        assert cut.startswith(f"{given}samples of the training data (tensor 0);")
+        assert shorter.startswith(f"{given}the number of test samples;")
+        assert longer.startswith(f"{given}the number of training samples;")

@@ -325,3 +325,54 @@ class Taught(Kind):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         bias = torch.stack([p.mean() for p in self.teacher.parameters()]).sum()
         return super().loss(outputs + bias, targets)
+
+
+# Layers that are trained from some step on.
+
+
+class Thawed(Kind):
+    """The first layer joins in the second pass."""
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.first.requires_grad_(False)
+        passes = iter(range(100))
+
+        def thaw(module: nn.Module, inputs: object) -> None:
+            if module.training and torch.is_grad_enabled() and next(passes) == self.passes:
+                model.first.requires_grad_(True)
+
+        model.register_forward_pre_hook(thaw)
+        return model
+
+    passes = 1
+
+
+class ThawedLater(Thawed):
+    """The same in the fourth: the first two of ddp's are made on zeros."""
+
+    passes = 3
+
+
+# Data that differ from rank to rank.
+
+
+class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Numbers and their squares."""
+
+    def __init__(self, *numbers: float, noise: bool = False) -> None:
+        self.numbers, self.noise = numbers, noise
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        number = torch.tensor([self.numbers[index]])
+        if self.noise:
+            # A generator of its own, which nobody seeds.
+            number += torch.rand(1, generator=OWN)
+        return number, number.square()
+
+
+OWN = torch.Generator()
+OWN.seed()
