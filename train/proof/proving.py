@@ -5,6 +5,7 @@ each saved buffer and the optimizer's state, on each rank that holds it.
 """
 
 import gc
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -76,6 +77,10 @@ def prove(parts: Parts, *, patience_s: float = PATIENCE_S) -> Verdict:
 def _untouched(parts: Parts) -> Iterator[None]:
     """Leave no trace in this process."""
     state = RandomState()
+    # It warns of a slow way to put a tensor together, which only a proof takes.
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = log.level
+    log.setLevel(logging.ERROR)
     # What is there already need not be looked at below: a program with torch has a million objects.
     frozen = not gc.get_freeze_count()
     if frozen:
@@ -84,6 +89,7 @@ def _untouched(parts: Parts) -> Iterator[None]:
         yield
     finally:
         state.put_back()
+        log.setLevel(level)
         # A strategy and its parameters refer to each other.
         gc.collect()
         if frozen:
