@@ -142,7 +142,9 @@ def draw(seed: int, *, without: Container[str] = ()) -> Draw:
             layout=layout,
             then=source.choice(LAYOUTS) if source.random() < 0.3 else None,
             # Ranks that step by themselves clip by their own norms.
-            clip=source.random() < 0.2 and "local-sgd" not in layout.flags,
+            clip=source.random() < 0.2
+            and "local-sgd" not in layout.flags
+            and "sparse embedding" not in model.features,
             sync_batch_norm=any("batch norm" in name for name in model.features)
             and source.random() < 0.7,
         )
