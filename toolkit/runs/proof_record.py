@@ -25,9 +25,9 @@ def exceptions_of(folder: Path) -> str | None:
     names = [one for one in untrusted.sequence(record.get("accepted")) if isinstance(one, str)]
     missing = record.get("missing")
     if isinstance(missing, str) and missing:
-        text = f"none that one process would train the same: {missing}"
+        text = f"none: {missing}"
     elif names:
-        text = f"as one process would train, but for accepted differences: {', '.join(names)}"
+        text = f"equal to one process, but for accepted differences: {', '.join(names)}"
     else:
         return None
     return control.printable(untrusted.shortened(text, _LONGEST))

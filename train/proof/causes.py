@@ -133,7 +133,7 @@ def _leaves(loss: Tensor) -> set[int]:
 
 
 def likeliest(difference: Difference, seen: Observations, *, recomputed: bool) -> str:
-    """Return the likeliest cause of a difference, and the fix.
+    """Return the most likely cause of a difference, and the fix.
 
     What was observed of the very tensor that differs comes first, then what was observed at all.
     """
@@ -180,7 +180,7 @@ def _causes(
         yield (
             names,
             f"{held[names[0]]} holds parameter {_some(names)} or a view of it: when the "
-            "parameter is sharded or replaced, that stays the old tensor for ever; take the "
+            "parameter is sharded or replaced, that stays the old tensor; take the "
             "parameter from its module in forward() each time",
         )
     if seen.hooked:

@@ -110,7 +110,7 @@ def _manner_in(
         for mixture in found
         if mixture.kind not in accepted
     ]
-    how = f"the batch is cut in {cut.parts} passes ({_passes(cut)}), and "
+    how = f"the batch is split into {cut.parts} passes ({_passes(cut)}), and "
     # With synchronised norms, a micro-batch of all ranks is one batch.
     by_share = accepted - {BATCH_NORM} if config.sync_batch_norm else accepted
     if config.sync_batch_norm and by_share and not problems:

@@ -36,7 +36,7 @@ class Verdict:
     """The result of a proof."""
 
     problem: str = ""
-    """What differs, the likeliest cause and the fix; empty: nothing does."""
+    """What differs, the most likely cause and the fix; empty: nothing does."""
     missing: str = ""
     """Why there is no proof; empty: there is one."""
     difference: Difference | None = None
@@ -121,7 +121,7 @@ def _prove(parts: Parts, patience_s: float) -> Verdict:
         problem = ""
         if found.difference is not None:
             text = _cause(other, cut, found, manner) if first else ""
-            problem = f"{found.difference}; likeliest cause: {group.broadcast(text)}"
+            problem = f"{found.difference}; most likely cause: {group.broadcast(text)}"
     return Verdict(
         problem=problem,
         missing=found.missing,
@@ -148,7 +148,7 @@ def _of_data(samples: Batch, again: Batch, parts: Parts) -> Verdict | None:
         rank = next(number for number, one in enumerate(read) if one != read[0])
         return Verdict(
             problem=f"ranks 0 and {rank} have read different training samples under the same "
-            "numbers; likeliest cause: the task's data are cut or shuffled by rank, and the "
+            "numbers; most likely cause: the task's data are cut or shuffled by rank, and the "
             "strategy cuts them once more; give every rank all samples in the same order"
         )
     return None
@@ -245,7 +245,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
-    """Return the likeliest cause of a difference, and the fix; rank 0 alone calls this."""
+    """Return the most likely cause of a difference, and the fix; rank 0 alone calls this."""
     difference, data = found.difference, other.task.train()
     assert difference is not None
     assert isinstance(data, Batch)

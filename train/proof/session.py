@@ -96,10 +96,10 @@ def is_cut(config: Config, layout: Layout, rank_info: RankInfo) -> bool:
 def described(verdict: Verdict) -> str:
     """Write a verdict without a problem in one line."""
     if verdict.missing:
-        return f"no proof that one process would train the same: {verdict.missing}"
+        return f"no proof before training: {verdict.missing}"
     accepted = f", but for what is accepted ({', '.join(verdict.accepted)})"
     return (
-        f"proof: {verdict.steps} steps of {verdict.samples} samples train what one process trains"
+        f"proof: {verdict.steps} steps of {verdict.samples} samples equal those of one process"
         f"{accepted if verdict.accepted else ''} ({verdict.seconds:.1f} s)"
     )
 

@@ -37,7 +37,7 @@ def test_a_first_start_is_proved_or_refused_and_a_later_one_goes_on(tmp_path: Pa
     assert refused.status == 2
     assert re.search(
         r"--strategy single \(1 rank\) would not train task '.*:Normed' as one process does: the "
-        r"batch is cut in 4 passes .* layer '1' \(BatchNorm1d\) .*; "
+        r"batch is split into 4 passes .* layer '1' \(BatchNorm1d\) .*; "
         "--no-verify trains without this proof",
         refused.output,
     )
@@ -58,7 +58,7 @@ def test_a_first_start_is_proved_or_refused_and_a_later_one_goes_on(tmp_path: Pa
 def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) -> None:
     missing = train(tmp_path / "a", "Shuffled", *CUT)
     assert missing.status == 0
-    assert "no proof that one process would train the same: the model or" in missing.output
+    assert "no proof before training: the model or" in missing.output
     forced = train(tmp_path / "b", "Shuffled", *CUT, "--verify")
     assert forced.status == 2
     assert "--verify: there is no proof: the model or the loss draws random" in forced.output
@@ -69,7 +69,7 @@ def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) 
 def test_verify_only_trains_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "none"
     proof = train(folder, "Plain", *CUT, "--verify-only")
-    assert proof.status == 0 and "proof: 3 steps of 4 samples train" in proof.output
+    assert proof.status == 0 and "proof: 3 steps of 4 samples equal" in proof.output
     assert train(folder, "Contrastive", *CUT, "--verify-only").status == 2
     whole = train(folder, "Contrastive", "--verify-only")
     assert whole.status == 0 and "one process with the whole batch" in whole.output

@@ -40,9 +40,9 @@ def test_a_model_that_may_be_cut_is_let_through(task: type[Task]) -> None:
 
 
 MIXING: dict[type[Task], str] = {
-    proved.Mean: r"the batch is cut in 4 passes \(1 shard x 4 micro-batches\), and loss\(\) gave "
-    r"\S+ for 8 samples, and \S+ and \S+ for 2 and 6 of them: the mean over the samples, not the "
-    r"sum; return the sum .*",
+    proved.Mean: r"the batch is split into 4 passes \(1 shard x 4 micro-batches\), and loss\(\) "
+    r"gave \S+ for 8 samples, and \S+ and \S+ for 2 and 6 of them: the mean over the samples, not "
+    r"the sum; return the sum .*",
     proved.MeanByToken: r".* the mean over the items that count\(\) counts, not the sum; .*",
     proved.Contrastive: r".*loss\(\) gave .*, which do not add up; .*--accept loss-mixes-samples.*",
     proved.Penalised: r".*loss\(\) gave .*, which do not add up; .*penalties.*",

@@ -70,10 +70,14 @@ RIGHT: list[Case] = [
 ]
 # A fix elsewhere may make these right, and a check elsewhere may refuse them first.
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("Mean", DDP, r"problem: the batch is cut in 2 passes \(2 shards\), and loss\(\) gave .*"),
-    ("Normed", DDP, r"problem: the batch is cut in 2 passes \(2 shards\), and layer '1' .*"),
+    ("Mean", DDP, r"problem: the batch is split into 2 passes \(2 shards\), and loss\(\) gave .*"),
+    ("Normed", DDP, r"problem: the batch is split into 2 passes \(2 shards\), and layer '1' .*"),
     ("Normed", {**SYNC, "micro_batch": 3}, r"problem: .* \(2 shards x 2 micro-batches\), .*"),
-    ("Contrastive", PP, r"problem: the batch is cut in 4 passes \(1 shard x 4 micro-batches\).*"),
+    (
+        "Contrastive",
+        PP,
+        r"problem: .* split into 4 passes \(1 shard x 4 micro-batches\).*",
+    ),
     ("Penalised", DDP, r"problem: .*which do not add up; .*"),
     ("PenalisedBySample", FSDP, r"(?s)holds|problem: .*|check: .*"),
     ("PenalisedBySample", PP, r"(?s)holds|problem: .*loss.*|check: .*"),
