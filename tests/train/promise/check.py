@@ -20,6 +20,7 @@ from tests.train.promise.grammar import BATCH, SAMPLES, Model, drawn, source_of
 from tests.train.promise.pool import Pool
 from train.data.order import Batch, SampleOrder, mixed, seed_generators, seed_of
 from train.model.trees import joined
+from train.parallel.pipeline import split
 
 SEED, STEPS, RESUMED_AT, LR, MOMENTUM, DECAY, CLIP = 5, 3, 2, 0.02, 0.9, 0.01, 0.5
 FAR = 1e-9
@@ -76,7 +77,7 @@ LAYOUTS = (
     Layout(ranks=4, flags=("--strategy", "hsdp"), shards=4),
     Layout(ranks=2, flags=("--tp", "2")),
     Layout(ranks=4, flags=("--tp", "2", "--dp-shard", "2"), shards=2),
-    *map(_stages, ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble")),
+    *map(_stages, ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", *split.TWO_PASSES)),
     _stages("1F1B", "--dp-shard", "2", shards=2),
     _stages("GPipe", "--dp-replicate", "2", shards=2),
     _stages("1F1B", "--tp", "2"),

@@ -415,7 +415,7 @@ def drawn(source: random.Random, *, without: Container[str] = ()) -> Model:
     for _ in range(source.choice([2, 3, 4, 4, 5])):
         # Most blocks are ordinary: with everything at once, all models would be refused.
         some = [source.choice(plain)]
-        some += source.sample(names, source.choice([0, 0, 1, 1, 2]))
+        some += source.sample(names, source.choice([0, 0, 0, 0, 1, 1, 2]))
         blocks.append(tuple(dict.fromkeys(some)))
     losses = [name for name in LOSSES if name not in without]
     return Model(
