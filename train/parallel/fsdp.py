@@ -193,6 +193,9 @@ class Units:
         self._versions: dict[int, int] = {}
         self._contents: dict[int, Tensor] | None = {} if look else None
         self._overwritten: set[int] = set()
+        self._copies: list[tuple[Any, Tensor]] | None = None
+        self._tensors: list[Tensor] = []
+        self._before: list[int] = []
         numbers = {id(model.get_submodule(name)): n for n, name in enumerate(self.pieces)}
         # Public hooks would be compiled along with a piece, or come too early or too late.
         for module, group in _parameter_groups(model):
@@ -230,14 +233,23 @@ class Units:
 
     def has_written(self) -> bool:
         """Whether a pass of this step has written a gathered copy; asked once per step."""
+        if self._copies is None:
+            # Ranks gather into the same tensors in every step.
+            pairs = [
+                (parameter, getattr(parameter, "_unsharded_param", None))
+                for group in self._groups
+                for parameter in group.fsdp_params
+            ]
+            self._copies = [(parameter, copy) for parameter, copy in pairs if copy is not None]
+            self._tensors = [copy for _, copy in self._copies]
+            self._before = [self._versions.get(id(p), copy._version) for p, copy in self._copies]
         self._contents = None
-        copies = (
-            (p, getattr(p, "_unsharded_param", None)) for g in self._groups for p in g.fsdp_params
-        )
-        for parameter, copy in copies:
-            if copy is not None:
-                version = copy._version
-                if self._versions.setdefault(id(parameter), version) != version:
+        versions = [copy._version for copy in self._tensors]
+        if versions != self._before:
+            for (parameter, _), before, now in zip(
+                self._copies, self._before, versions, strict=True
+            ):
+                if before != now:
                     self._overwritten.add(id(parameter))
         return bool(self._overwritten)
 

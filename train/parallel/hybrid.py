@@ -16,7 +16,7 @@ from ..data.order import Batch
 from ..model import batchnorm, compilation
 from ..model.trees import Tree, mapped
 from ..runtime.process_group import arrange, limit_waiting
-from . import consistency, cp, fsdp, pieces, tp
+from . import consistency, cp, dropout, fsdp, pieces, tp
 from .base import Parts, Sums, Tally, WholeModel, copy_part, full
 from .consistency import named_tensors, some_of
 from .replacement import LossReads
@@ -53,6 +53,9 @@ class Composed(WholeModel):
             flags = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
             pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
         cp.verify(self.model, self.outputs, batch, self.parts)
+        if len(batch):
+            inputs = self.own_part(batch.part(0, 1)).inputs
+            dropout.draw_by_rank([self.model], lambda: self.outputs(inputs), inputs, self.parts)
 
     def own_part(self, batch: Batch) -> Batch:
         """Cut this rank's part out of each sequence."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..rundir.files import TrainingProgress
     from .base import Strategy
 
-SHARE = 0.001
-"""Of the time of steps, what comparing may take."""
+SHARE = 0.0005
+"""Of the time of steps, what comparing may take: with both at their least, and 0.001 at most."""
 UNKNOWN = 32
 """Steps between two comparisons before their cost is known; the first does what is done once."""
 LEAST = -(2**63)
@@ -53,7 +53,8 @@ class Watch:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
         self._plans: dict[bool, _Plan] = {}
-        self._step_s = math.inf
+        # The least that was seen: others hold waits for something else.
+        self._step_s = self._cost_s = math.inf
         self._next: float = 1 if self._group.rank_info.world_size > 1 else math.inf
 
     def due(self, step: int) -> bool:
@@ -93,11 +94,11 @@ class Watch:
         if not everything:
             self._next = progress.step + (interval or UNKNOWN)
             if not first:
-                cost_s = time.monotonic() - started
-                self._interval = max(math.ceil(cost_s / (SHARE * self._step_s)), 1)
+                self._cost_s = min(self._cost_s, time.monotonic() - started)
+                self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
 
     _interval = 0
-    """How many steps this rank would have between two comparisons, by the cost of the last one."""
+    """How many steps this rank would have between two comparisons, by what they have cost."""
 
     def _scale(self) -> Sequence[float]:
         """Return what the next step's loss is scaled by; of a parameter server, only it knows."""

@@ -25,8 +25,13 @@ class PartwiseDropout(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Dropout), "a plan names a dropout layer here"
-        module.forward = partial(_drop, module, device_mesh.get_local_rank())  # type: ignore[method-assign]
+        drop_by_rank(module, device_mesh.get_local_rank())
         return module
+
+
+def drop_by_rank(module: nn.Dropout, rank: int) -> None:
+    """Have a rank of a tensor-parallel group draw numbers of its own in a dropout layer."""
+    module.forward = partial(_drop, module, rank)  # type: ignore[method-assign]
 
 
 def _drop(module: nn.Dropout, rank: int, inputs: Tensor) -> Tensor:

@@ -97,6 +97,8 @@ TWO: list[Case] = [
         (task, how, r".* first\.0\.bias, first\.0\.weight of task 'kind' was frozen when the .*")
         for task, how in (("ThawedLater", DDP), ("Thawed", EXACT))
     ),
+    # Dropout of what is cut.
+    ("DroppedByFunction", TP, r"--tp 2: layer 'first\.2' \(_Functional\) of task 'kind' drops .*"),
     # Parameters that forward() writes.
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
     *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),
@@ -250,3 +252,30 @@ def test_a_dataset_that_is_cut_by_rank_is_refused() -> None:
         assert cut.startswith(f"{given}samples of the training data (tensor 0);")
         assert shorter.startswith(f"{given}the number of test samples;")
         assert longer.startswith(f"{given}the number of training samples;")
+
+
+def masks(rank: int, folder: Path) -> list[list[Tensor]]:
+    """What two dropout layers keep in the second step, of a run and of one that resumes there."""
+    found = []
+    for number in range(2):
+        config = {**COMMON, **TP, "task": f"{FILE}:Dropped"}
+        trainer = trainer_for(rank, 2, folder / str(number), **config)
+        trainer.resume()
+        if number == 0:
+            trainer.train_step()
+        trainer.progress.step, trainer.progress.samples_seen = 1, 12
+        kept: list[Tensor] = []
+        for name in ("first.2", "third.2"):
+            layer = trainer.strategy.modules()[0].get_submodule(name)
+            layer.register_forward_hook(lambda *given, kept=kept: kept.append(given[2] != 0))
+        trainer.train_step()
+        found.append(kept)
+    return found
+
+
+def test_ranks_that_hold_other_units_drop_other_places(tmp_path: Path) -> None:
+    (first, resumed), (other, _) = on_ranks(2, masks, tmp_path)
+    assert first[0].shape == (12, kinds.WIDTH // 2)
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first[1], other[1])
+    assert all(map(torch.equal, first, resumed))

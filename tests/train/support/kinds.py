@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional
 
 from train.data.order import Batch
 from train.tasks.base import Task
@@ -376,3 +377,29 @@ class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 OWN = torch.Generator()
 OWN.seed()
+
+
+# Dropout between matrices that are cut.
+
+
+class _Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5, self.training)
+
+
+class Dropped(Kind):
+    """One dropout layer has a rank's units, the other what all ranks have."""
+
+    def between(self) -> nn.Module:
+        return nn.Dropout(0.5)
+
+    def model(self) -> nn.Module:
+        model = Net()
+        model.first.append(self.between())
+        model.third.append(nn.Dropout(0.5))
+        return model
+
+
+class DroppedByFunction(Dropped):
+    def between(self) -> nn.Module:
+        return _Functional()

@@ -11,6 +11,7 @@ without a word.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ...model import compilation
 from ...model.modes import Modes
 from ...model.trees import Tree, form_of, joined, mapped, named, tensors_of, unflattened
 from ...tasks.base import item_count
-from .. import cp, fsdp, hybrid, pieces, tp
+from .. import cp, dropout, fsdp, hybrid, pieces, tp
 from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
 from ..consistency import some_of
 from ..replacement import LossReads
@@ -171,6 +172,10 @@ class Pipelined(Strategy):
         self._refuse_any(problem)
         if self._hooked and len(batch):
             self._refuse_any(self._handed_over(batch.part(0, FEW)))
+        if len(batch):
+            inputs = self._slice.of(batch.part(0, 1)).inputs
+            run = partial(self.passed, inputs)
+            dropout.draw_by_rank(self.modules(), run, inputs, self.parts)
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
