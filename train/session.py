@@ -1,5 +1,6 @@
 """One start of the trainer: connect, check the run directory, train, record how it ended."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
@@ -254,7 +255,8 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     if description := trainer.strategy.describe():
         trainer.console.say(description)
     if config.dropout is not None:
-        described = dropout.describe(sketch_of(parts.task))
+        # Of a copy: a task may hold on to the last model that it has made.
+        described = dropout.describe(sketch_of(copy.copy(parts.task)))
         trainer.console.say(f"--dropout {config.dropout} {described}")
 
 

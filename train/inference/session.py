@@ -43,7 +43,8 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
     """Evaluate or predict as configured and return the exit status; a failure has been reported.
 
     Raises:
-        UsageError: there is no checkpoint, it does not fit, or the file cannot be written.
+        UsageError: there is no checkpoint, it does not fit, there is nothing to evaluate, or the
+            file cannot be written.
     """
     hint = "" if config.predict is None else " to go on with the parts that are there"
 
@@ -66,6 +67,8 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
                 group.device,
                 task=task.name,
             )
+            if config.evaluate_only and not len(test):
+                raise UsageError(f"--evaluate-only: test() of task {task.name!r} has no samples")
             check_data(test, test, group, task=task.name)
             strategy = prepare(config, task, group, test)
             identity = {"task": config.task, **task.identity()}
@@ -107,14 +110,8 @@ def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strat
 def evaluate(
     config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, console: Console
 ) -> None:
-    """Measure on the whole test set, and print the metrics.
-
-    Raises:
-        UsageError: the test set is empty.
-    """
+    """Measure on the whole test set, and print the metrics."""
     group, task = strategy.parts.group, strategy.task
-    if not len(test):
-        raise UsageError(f"--evaluate-only: test() of task {task.name!r} has no samples")
     batch = batch_size(config, strategy)
     metrics = measure(task, strategy, group, test, batch=batch)
     if config.json:

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from tests.train.support.making import config_of, trainer_for
 from train.data.order import Batch
 from train.errors import UsageError
+from train.inference.session import infer
 from train.model import dropout
 from train.model.prepare import prepare
+from train.rundir.console import Console
+from train.runtime.rank import RankInfo
+from train.runtime.signals import StopRequest
 from train.tasks import Task
 
 NAME = f"{__file__}:"
@@ -136,6 +140,9 @@ def test_a_count_may_be_a_tensor_and_a_test_set_empty(tmp_path: Path) -> None:
     assert plain.measure() == masked.measure() != {}
     assert untested.measure() == {}
     assert untested.evaluate()
+    config = config_of(task=f"{NAME}Untested", evaluate_only=True)
+    with pytest.raises(UsageError, match=r"^--evaluate-only: test\(\) of task .* has no samples$"):
+        infer(config, RankInfo(), StopRequest(), Console(rank=0))
 
 
 def test_a_model_that_loads_weights_makes_no_warnings(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.train.promise.check import (
     LAYOUTS,
     Draw,
+    Layout,
     by_plain_torch,
     distance,
     draw,
@@ -77,6 +78,12 @@ def test_what_a_draw_has_failed_of_once_does_not_come_again(name: str, pool: Poo
     model = Model(blocks=(("mlp",), ("layer norm", *features), ("mlp",), ("linear",)))
     judged = judge(Draw(model=model, layout=LAYOUTS[layout_of(*flags)]), pool)
     assert (judged.kept, judged.broken) == (wanted, ""), judged.output
+
+
+def test_naming_the_dropout_layers_leaves_a_model_that_the_task_holds_alone(pool: Pool) -> None:
+    model = Model(blocks=(("linear", "no dropout"),), loss="reads weights")
+    judged = judge(Draw(model=model, layout=Layout(ranks=1, flags=("--dropout", "0.0"))), pool)
+    assert judged.kept == "equal", judged
 
 
 def test_everything_is_drawn() -> None:
