@@ -67,7 +67,9 @@ def _manner_in(
         task = trial.with_samples(parts.task, samples)
         one = trial.parts_of_one_process(replace(parts, task=task))
         batch = task.train().part(0, SAMPLES).to(device)  # type: ignore[union-attr]
+        began = time.monotonic()
         model = one.model()
+        making = time.monotonic() - began
         if not model.training:
             model.train()
         before, began = Snapshot(model), time.monotonic()
@@ -80,7 +82,7 @@ def _manner_in(
             return Manner(missing="no parameter gets a gradient")
         loss.backward()  # type: ignore[no-untyped-call]
         per_sample = (time.monotonic() - began) / SAMPLES
-        expected = per_sample * STEPS * (cut.batch + cut.batch // cut.shards)
+        expected = per_sample * STEPS * (cut.batch + cut.batch // cut.shards) + 2 * making
         del loss
         if expected > patience_s:
             return Manner(

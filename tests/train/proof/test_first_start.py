@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.costs import others_slow
 from tests.train.support import proved
 from tests.train.support.whole_runs import Ended, run
 from train.cli.flags import parse
@@ -76,7 +77,7 @@ def test_verify_only_trains_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", others_slow(["ddp", "fsdp"], "ddp"))
 def test_a_run_ends_with_the_same_bits_with_a_proof_and_without(
     tmp_path: Path, strategy: str
 ) -> None:
