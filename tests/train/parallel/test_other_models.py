@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "ranks that are given other data": (
         "OtherData", ["--strategy", "ddp"],
-        "the ranks were given different data: the test data (tensor 0)",
+        "the ranks were given different data: the training data (tensor 0)",
     ),
     "parameters in the same memory": (
         "HiddenTie", ["--strategy", "fsdp"],
