@@ -99,11 +99,15 @@ class _Dropping(TorchFunctionMode):
                 before = module.register_forward_pre_hook(
                     lambda *_, name=name: self._running.append(name)
                 )
-                after = module.register_forward_hook(lambda *_: self._running.pop() and None)
+                after = module.register_forward_hook(self._leave)
                 self._hooks.callback(before.remove)
                 self._hooks.callback(after.remove)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
+
+    def _leave(self, *_: object) -> None:
+        # A hook that returned a name would replace the layer's output.
+        self._running.pop()
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's

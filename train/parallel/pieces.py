@@ -140,7 +140,11 @@ class _HookCalls(TorchFunctionMode):
         self._running: list[str] = []
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
-            module.register_forward_hook(lambda *_: self._running.pop() and None)
+            module.register_forward_hook(self._leave)
+
+    def _leave(self, *_: object) -> None:
+        # A hook that returned a name would replace the layer's output.
+        self._running.pop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

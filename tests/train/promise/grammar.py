@@ -315,6 +315,48 @@ FEATURES: dict[str, Feature] = {
         init=_linear("sliced"),
         forward="hidden = hidden * self.sliced.weight[0] + self.sliced(hidden)",
     ),
+    "activation in place": Feature(
+        init=_linear("straight") + "\nself.relu = nn.ReLU(inplace=True)",
+        forward="hidden = hidden + self.relu(self.straight(hidden))",
+    ),
+    "input changed in place": Feature(forward="hidden *= 0.5"),
+    "output that is not contiguous": Feature(
+        forward="hidden = hidden.transpose(0, -1).contiguous().transpose(0, -1)"
+    ),
+    "without gradient": Feature(
+        init=_linear("features"),
+        forward="with torch.no_grad():\n    extra = self.features(hidden)\nhidden = hidden + extra",
+    ),
+    "detached": Feature(
+        init=_linear("beside"), forward="hidden = hidden + self.beside(hidden.detach())"
+    ),
+    "list of parameters": Feature(
+        init="self.several = nn.ParameterList(torch.randn(W) for _ in range(2))",
+        forward="for one in self.several:\n    hidden = hidden + one",
+    ),
+    "functional call": Feature(
+        init=_linear("called"),
+        forward="weights = {n: 0.5 * p for n, p in self.called.named_parameters()}\n"
+        "hidden = hidden + torch.func.functional_call(self.called, weights, hidden)",
+    ),
+    "random constant": Feature(
+        init="self.register_buffer('codes', torch.randn(W))",
+        forward="hidden = hidden + self.codes",
+    ),
+    "random constant that is not saved": Feature(
+        init="self.register_buffer('marks', torch.randn(W), persistent=False)",
+        forward="hidden = hidden + self.marks",
+    ),
+    "batch norm that forward() has evaluate": Feature(
+        init="self.quiet = nn.BatchNorm1d(W)",
+        forward="self.quiet.eval()\nhidden = self.quiet(hidden)", flat=True,
+    ),
+    "layer of its own mode": Feature(
+        init="self.still = Still()", forward="hidden = self.still(hidden)",
+        also="class Still(nn.BatchNorm1d):\n    def __init__(self):\n"
+        "        super().__init__(W)\n        self.train()\n\n    def train(self, mode=True):\n"
+        "        return super().train(False)", flat=True,
+    ),
     "gradient of its input": Feature(
         init=_linear("curved"),
         forward="with torch.enable_grad():\n    inner = hidden.detach().requires_grad_()\n"

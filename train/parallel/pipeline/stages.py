@@ -43,9 +43,15 @@ class Stage(nn.Module):
         with self._autocast():
             for name in self._names:
                 hidden = self.get_submodule(name)(hidden)
-        # Schedules detach outputs in place, which no view bears: a linear layer gives one for
-        # inputs of three dimensions.
-        return mapped(lambda t: t.clone() if t._is_view() else t, hidden) if self._owns else hidden
+        return mapped(self._sendable, hidden)
+
+    def _sendable(self, output: Tensor) -> Tensor:
+        """Give what torch's schedules can send and detach in place, as they can no view.
+
+        A linear layer gives a view for inputs of three dimensions.
+        """
+        whole = output.contiguous()
+        return whole.clone() if self._owns and whole._is_view() else whole
 
 
 def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
