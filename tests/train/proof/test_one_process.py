@@ -29,6 +29,7 @@ def verdict_of(task: Task, **chosen: object) -> Verdict:
 RIGHT = (
     proved.Plain, proved.Dropped, proved.Tied, proved.Recurrent, proved.Experts, proved.Meant,
     proved.Parametrized, proved.Moving, proved.Single, proved.MeantByToken, proved.Normalised,
+    proved.Half, proved.Attentive,
 )  # fmt: skip
 
 

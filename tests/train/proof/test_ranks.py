@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from tests.train.support import proved
 from tests.train.support.making import config_of, group_of
 from tests.train.support.ranks import on_ranks
-from train import parallel
+from train import parallel, tasks
 from train.errors import UsageError
 from train.parallel.base import Parts
 from train.proof import prove
@@ -27,13 +29,32 @@ Case = tuple[str, dict[str, Any]]
 HOLDS, PROBLEM, MISSING, CHECK = "holds", "problem: ", "missing: ", "check: "
 
 
+FOUR: list[Case] = [
+    ("chars", chosen)
+    for chosen in (
+        {"strategy": "hsdp"},
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "tp": 2, "meta_init": True},
+        {"dp_replicate": 2, "tp": 2, "loss_parallel": True},
+        {"pp": 2, "dp_shard": 2, "micro_batch": 2},
+        {"pp": 2, "tp": 2, "pp_schedule": "GPipe", "micro_batch": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"cp": 2, "tp": 2, "cp_method": "ulysses"},
+        {"strategy": "ddp", "clip_norm": 0.1, "comm_hook": "powersgd", "precision": "bf16"},
+        {"strategy": "fsdp", "cpu_offload": True},
+        {"strategy": "ps", "ps_mode": "async"},
+        {"strategy": "local-sgd"},
+    )
+]
+
+
 def judged(rank: int, ranks: int, cases: list[Case]) -> list[str]:
     """What a first start would say to each case."""
     found = []
     for name, chosen in cases:
         config, group = config_of(**{**COMMON, **chosen}), group_of(rank, ranks)
         parts = Parts(
-            task=getattr(proved, name)(),
+            task=tasks.load(name) if name == "chars" else getattr(proved, name)(),
             config=config,
             layout=config.layout_on(group.rank_info),
             group=group,
@@ -114,3 +135,9 @@ def test_what_trains_otherwise_is_refused_and_nothing_else() -> None:
     assert [(case, one) for case, one in zip(RIGHT, right, strict=True) if one != HOLDS] == []
     for (name, chosen, text), one in zip(WRONG, wrong, strict=True):
         assert re.fullmatch(text, one), (name, chosen, one)
+
+
+@pytest.mark.slow
+def test_a_language_model_is_proved_under_each_product_of_axes() -> None:
+    every = on_ranks(4, judged, 4, FOUR)
+    assert every == [[HOLDS] * len(FOUR)] * 4

@@ -131,6 +131,32 @@ class Narrow(nn.Module):
         return x.float().tanh().to(x.dtype)
 
 
+class Half(Plain):
+    """Has weights in half precision."""
+
+    def model(self) -> nn.Module:
+        return Halved(super().model().bfloat16())
+
+
+class Halved(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x.bfloat16())
+        return outputs.float()
+
+
+class Attentive(Plain):
+    """A transformer with dropout in attention, over the features of a sample."""
+
+    def between(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(nn.Unflatten(1, (2, 4)), encoder, nn.Flatten())
+
+
 class Meant(Plain):
     """A declared mean over the samples."""
 
