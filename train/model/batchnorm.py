@@ -12,6 +12,8 @@ CPU; the one here runs everywhere. Both exchange counts and sums instead of mean
 differ in size, and one may be empty.
 """
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,11 +24,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..errors import UsageError
+
 NUMBERS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.complex128, torch.complex64, torch.complex32,
 )  # fmt: skip
 """Types that torch can subtract and add, and those that backends send."""
+_PLAIN = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SENT = {*NUMBERS, torch.bool} - {torch.int16}
 
 
@@ -36,13 +42,36 @@ def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.
     In place; parameters, buffers and their names stay. Where some ranks hold the same samples or
     another stage, `limit_to_group()` must follow. `device` is where the model will run (default:
     where it is).
+
+    Raises:
+        UsageError: a layer has hooks, or something else than its parent refers to it, which would
+            go on with the layer that is replaced.
     """
     first = next(model.parameters(), None)
     device = device or (None if first is None else first.device)
     if device is not None and device.type == "cuda":
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-        return cast(nn.Module, convert(model))
-    return _converted(model)
+    else:
+        convert = _converted
+    layers = {n: weakref.ref(m) for n, m in model.named_modules() if n and isinstance(m, _PLAIN)}
+    for name, layer in layers.items():
+        if any(vars(layer()).get(hooks) for hooks in _HOOKS):
+            raise UsageError(
+                f"--sync-batch-norm replaces layer {name!r}, and would lose its hooks: have a "
+                "module around it do the same in forward()"
+            )
+    made = cast(nn.Module, convert(model))
+    if any(layer() is not None for layer in layers.values()):
+        # Modules whose forward() has been replaced are cycles.
+        gc.collect()
+    left = {*made.modules()}
+    for name, layer in layers.items():
+        if layer() is not None and layer() not in left:
+            raise UsageError(
+                f"--sync-batch-norm replaces layer {name!r}, but a list, a dict or a closure still "
+                "refers to the old one: take it from its module where it is used"
+            )
+    return made
 
 
 def limit_to_group(model: nn.Module, group: "dist.ProcessGroup") -> None:
@@ -53,7 +82,7 @@ def limit_to_group(model: nn.Module, group: "dist.ProcessGroup") -> None:
 
 
 def _converted(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+    if isinstance(module, _PLAIN):
         return SynchronisedBatchNorm(module)
     for name, child in module.named_children():
         setattr(module, name, _converted(child))

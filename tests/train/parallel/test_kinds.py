@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.train.support import kinds
 from tests.train.support.ladder import Recording, merged
@@ -17,6 +17,7 @@ from tests.train.support.ranks import on_ranks
 from train.data.loader import source_of
 from train.errors import UsageError
 from train.model import recomputation
+from train.model.batchnorm import SynchronisedBatchNorm, synchronised
 from train.model.modes import settle
 from train.parallel.consistency import check_data
 
@@ -297,3 +298,15 @@ def test_ranks_that_hold_other_units_drop_other_places(tmp_path: Path) -> None:
     assert not torch.equal(first[0], other[0])
     assert torch.equal(first[1], other[1])
     assert all(map(torch.equal, first, resumed))
+
+
+def test_a_normalisation_that_something_else_refers_to_is_not_replaced() -> None:
+    hooked, held = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
+    hooked[0].register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+    held.layers = [held[0]]  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="layer '0', and would lose its hooks"):
+        synchronised(hooked)
+    with pytest.raises(UsageError, match="layer '0', but a list, a dict or a closure still"):
+        synchronised(held)
+    (made,) = synchronised(nn.Sequential(nn.BatchNorm1d(2))).children()
+    assert isinstance(made, SynchronisedBatchNorm)
