@@ -150,12 +150,12 @@ def likeliest(difference: Difference, seen: Observations, *, recomputed: bool) -
 def _causes(
     difference: Difference, seen: Observations, *, recomputed: bool
 ) -> Iterator[tuple[Iterable[str], str]]:
-    if seen.replaced:
+    if difference.name in seen.replaced:
         yield (
             seen.replaced,
-            f"forward() puts another tensor in the place of buffer {_some(seen.replaced)}, and "
-            "what ranks average, save and compare is the old one; write it in place: "
-            "`self.b.copy_(...)` or `self.b.mul_(...)` in place of `self.b = ...`",
+            f"forward() puts another tensor in the place of buffer {_some(seen.replaced)}, and the "
+            "ranks may average, save or send the old one; write it in place: `self.b.copy_(...)` "
+            "or `self.b.mul_(...)` in place of `self.b = ...`",
         )
     if seen.written:
         yield (
