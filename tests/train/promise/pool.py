@@ -17,9 +17,10 @@ from pathlib import Path
 from tests.train.support.processes import PROCESSES
 
 # Generous: a loaded machine is slow, not broken.
-PATIENCE_S = 60.0
-# How long ranks may go on when one of them has failed: they wait for it, or fail as well.
-ECHO_S = 3.0
+PATIENCE_S = 300.0
+# How long ranks may go on when one of them has refused, which is the verdict; and when one has
+# failed, perhaps as another one refuses.
+AFTER_REFUSAL_S, AFTER_FAILURE_S = 1.0, 15.0
 MOST_JOBS = 60
 """After so many trainings processes are replaced, for what each of them leaves behind."""
 
@@ -92,8 +93,9 @@ class Pool:
                     statuses[waiting[ready]] = ready.recv()
                 except EOFError:
                     statuses[waiting[ready]] = 1
-                if statuses[waiting[ready]]:
-                    deadline = min(deadline, time.monotonic() + ECHO_S)
+                if status := statuses[waiting[ready]]:
+                    echoes = AFTER_REFUSAL_S if status == 2 else AFTER_FAILURE_S
+                    deadline = min(deadline, time.monotonic() + echoes)
         return [statuses.get(rank) for rank in range(len(members))]
 
     def _end(self, ranks: int) -> None:
