@@ -188,7 +188,15 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
         {
             "name": "counted",
             "module": "train",
-            "args": ["--task", f"{TASK}:Counted", "--steps", "1000", "--checkpoint-every", "10"],
+            "args": [
+                "--task",
+                f"{TASK}:Counted",
+                "--no-verify",
+                "--steps",
+                "1000",
+                "--checkpoint-every",
+                "10",
+            ],
             "resources": {"nnodes": 2, "cpus_per_node": 1, "memory": "2GiB"},
             "env": {"OMP_NUM_THREADS": "1", "COUNTED": str(tmp_path)},
             "stop": {"grace": "3m"},
