@@ -16,6 +16,8 @@ from toolkit.text.answers import values
 _MODULE = "train"
 _TIMEOUT_S = 30.0
 _MOST_POINTS = 20
+_PREFIX = "train: "
+"""How its messages begin, whatever the module is called."""
 _PROOF_S = 900.0
 _MOST_RANKS = 16
 """How many ranks a proof starts on this machine."""
@@ -98,9 +100,9 @@ def proof_problems(job: JobSpec) -> Iterator[Problem]:
         yield refusal("train-arguments", f"--verify: cannot start {_MODULE}: {error}")
         return
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith(f"{_MODULE}: ")]
+        lines = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
         text = (lines or done.stderr.splitlines() or ["no message"])[-1]
-        yield refusal("train-arguments", f"args: {text.removeprefix(f'{_MODULE}: ')}", "args")
+        yield refusal("train-arguments", f"args: {text.removeprefix(_PREFIX)}", "args")
 
 
 def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:
