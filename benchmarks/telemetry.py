@@ -31,7 +31,7 @@ from toolkit.runs.state import RunState, RunStatus
 from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 
-WATCHDOG = ROOT / "templates/common/watchdog"
+WATCHDOG = ROOT / "toolkit/supervisor/watchdog"
 STEP_US, STALL_S, SECONDS, MEGABYTES, PERCENT = 20.0, 1.0, 10.0, 500.0, 5.0
 """The targets."""
 

@@ -66,6 +66,7 @@ def install(folder: Path, *, nodes: int) -> dict[str, str]:
         "torchrun": _TORCHRUN.format(python=sys.executable, dumps=str(dumps)),
         "scontrol": _SCONTROL.format(nodes=nodes),
         "scancel": "#!/bin/sh\n",
+        "python3": f'#!/bin/sh\nexec {sys.executable} "$@"\n',  # which has the toolkit
     }
     for name, text in texts.items():
         (commands / name).write_text(text)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from tests.conftest import ROOT
 
-FOLDER = ROOT / "templates/common/watchdog"
+FOLDER = ROOT / "toolkit/supervisor/watchdog"
 
 
 def program(name: str) -> ModuleType:

@@ -243,7 +243,8 @@ def test_a_killed_torchrun_is_a_failure_that_counts(
         until(lambda n=attempt: started(run.run_dir, n), "both ranks run")
         pids = with_environment(f"PROBE={marker}")
         # As a whole argument: the name of this test, in the ranks' arguments, holds the word, too.
-        agents = [pid for pid in pids if b"torchrun\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
+        agents = [pid for pid in pids if b"torchrun" in map(os.path.basename, words[pid][:2])]
         assert len(agents) == 2
         os.kill(agents[0], signal.SIGKILL)
     assert run.wait(300).state is toolkit.RunState.FAILED
@@ -283,7 +284,8 @@ def test_a_torchrun_that_hangs_when_it_is_stopped_does_not_hold_the_run(
     torchrun.parent.mkdir()
     torchrun.write_text(HANGING_AT_ITS_END.format(folder=tmp_path, needed=needed))
     torchrun.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{torchrun.parent}:{os.environ['PATH']}"}
+    path = f"{torchrun.parent}:{TOOLKIT.parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path}
     argv = ["bash", str(script), str(tmp_path / "run")]
     assert subprocess.run(argv, env=environ, timeout=300, check=False).returncode == 1
     assert (tmp_path / "signals").read_text() == "TERM\n" * min(needed, 3)
@@ -457,6 +459,21 @@ def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
         toolkit.resubmit(run)
     command = f"bash {run.run_dir}/run.sh {run.run_dir} continue"
     assert str(refused.value) == f"{run.uri} is continued by hand: {command}"
+
+
+def test_a_block_of_a_template_runs_after_the_attempt(tmp_path: Path) -> None:
+    template = tmp_path / "t/local/run.sh.j2"
+    template.parent.mkdir(parents=True)
+    template.write_text(
+        '{% extends "toolkit/local/run.sh.j2" %}{% block after %}\n'
+        'echo "$_status" >"$_run_dir/after"\n{% endblock %}'
+    )
+    folders = {"runs_dir": str(tmp_path / "runs"), "templates_dir": str(tmp_path / "t")}
+    profile = toolkit.LocalProfile(name="here", **folders)
+    run = toolkit.submit(toolkit.JobSpec(name="a", command=["false"]), to=profile)
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert run.run_dir is not None
+    assert (run.run_dir / "after").read_text() == "1\n"
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.kubernetes.delivered_files import whole_files
 from toolkit.runs import run_directory
-from toolkit.runs.failure import ECHOES, NO_ECHOES
 from toolkit.runs.log_reader import attempt_numbers
+from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
 from toolkit.text import untrusted
 
 FOLDER = "function"

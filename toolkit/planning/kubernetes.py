@@ -9,7 +9,6 @@ from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
 from toolkit.job.sweep import Point
-from toolkit.job.types import ArgumentWord
 from toolkit.planning import plans, pods
 from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
@@ -230,12 +229,6 @@ class KubernetesPlan(plans.LaunchPlan):
             return self.job.entry
         program = f"{folder}/{self.job.script.rpartition('/')[2]}"
         return (program, *self.job.entry[1:])
-
-    @property
-    def names_attempt(self) -> bool:
-        """Whether an argument names the attempt, which only the entrypoint knows."""
-        words = (word for word in self.entry if isinstance(word, ArgumentWord))
-        return any(name == "TRAIN_ATTEMPT" for word in words for _, name in word.pieces())
 
     @property
     def patches(self) -> tuple[tuple[str, str, Patch], ...]:

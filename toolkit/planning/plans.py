@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import PlanError, Problem
 from toolkit.job.kubernetes_options import Patch
 from toolkit.job.spec import JobSpec, Notify, Secret
+from toolkit.job.types import ArgumentWord
 
 if TYPE_CHECKING:
     from toolkit.profile import Profile
@@ -123,6 +124,26 @@ class LaunchPlan:
     def static(self) -> bool:
         """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
         return "--rdzv-backend=static" in self.torchrun
+
+    @property
+    def names_attempt(self) -> bool:
+        """Whether an argument names the attempt, which only the entrypoint knows."""
+        words = (word for word in self.entry if isinstance(word, ArgumentWord))
+        return any(name == "TRAIN_ATTEMPT" for word in words for _, name in word.pieces())
+
+    @property
+    def notify_receivers(self) -> tuple[tuple[str, str], ...]:
+        """The receivers of notifications, as options of the supervisor and their values."""
+        told = self.notify
+        if told is None:
+            return ()
+        receivers = {
+            "webhook-file": told.webhook_file,
+            "variable": told.variable,
+            "webhook": None if told.variable else told.webhook,
+            "command": told.command,
+        }
+        return tuple((option, str(value)) for option, value in receivers.items() if value)
 
     @property
     def restarts_in_job(self) -> bool:

@@ -41,6 +41,12 @@ def templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "templates"
 
 
+def our_loader() -> jinja2.BaseLoader:
+    """Return where our own templates come from: the programs of the watchdog are no templates."""
+    supervisor = Path(__file__).parent.parent / "supervisor"
+    return jinja2.FileSystemLoader([templates_folder(), supervisor])
+
+
 class _BytecodeCache(jinja2.FileSystemBytecodeCache):
     """Compiled templates in the user's cache folder: to compile them anew takes 0.06 s."""
 
@@ -68,7 +74,7 @@ def _bytecode_cache() -> jinja2.BytecodeCache | None:
 @functools.cache
 def our_environment() -> jinja2.Environment:
     """Return the environment of our own templates."""
-    loader, cache = jinja2.FileSystemLoader(templates_folder()), _bytecode_cache()
+    loader, cache = our_loader(), _bytecode_cache()
     return configured(jinja2.Environment, loader=loader, auto_reload=False, bytecode_cache=cache)
 
 

@@ -25,7 +25,7 @@ from jinja2.utils import Cycler, Joiner, Namespace
 
 from toolkit.errors import Problem, RenderError, nearest
 from toolkit.job.types import ArgumentWord
-from toolkit.rendering.environment import configured, templates_folder
+from toolkit.rendering.environment import configured, our_loader, templates_folder
 
 MEMORY_BYTES = 256 << 20
 """What the process may take beside what Python and its modules have taken."""
@@ -143,7 +143,7 @@ def _give_spare_memory() -> None:
 
 def sandbox(folder: Path) -> jinja2.Environment:
     """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
-    ours = jinja2.FileSystemLoader(templates_folder())
+    ours = our_loader()
     loader = jinja2.ChoiceLoader(
         [_YourLoader(folder), jinja2.PrefixLoader({"toolkit": ours}), ours]
     )

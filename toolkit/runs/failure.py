@@ -21,6 +21,7 @@ from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.rank_folders import RankStart, reports_of, starts_of
 from toolkit.runs.torchrun_report import Reported
 from toolkit.runs.tracebacks import Trace, last_trace
+from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
 from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
@@ -51,32 +52,6 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SI
 # Four programs need the list. Two of them import nothing of the toolkit and hold copies, which a
 # test compares: `train/errors.py` and `templates/common/first_error.sh` (rendered into scripts).
 # `toolkit/functions/worker.py` finds it in the call's `call.json`.
-
-ECHOES = (
-    "connection (closed|reset) by peer",
-    "connection (refused|was closed)",
-    "broken pipe",
-    "remote process exited",
-    "connectfullmesh failed",
-    "gloo/transport",
-    "(recv|send)(value|bytes) failed",
-    "failed to (recv|send)",
-    "nccl error",
-    "nccl communicator was aborted",
-    "dist(backend|network|store)error",
-    "watchdog caught collective",
-    "timed ?out",
-    "wait timeout",
-    "ends because of others",
-    "another rank went away",
-    "^the same as (rank [0-9]+|another rank)",
-)
-"""Regular expressions over lower-case text, which Python and awk read alike: gloo's, NCCL's and
-torch's messages of a lost connection, and those of `train/`."""
-
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
-"""Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
-gloo's about ranks that are in different collectives."""
 
 _WHAT = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
 """An exception of C++ that nothing has caught, as it is printed before SIGABRT."""

@@ -1,8 +1,8 @@
 """Where the ranks of a running run stand: stacks, and the last collective of each process group.
 
-The watchdog on each node (templates/common/watchdog) answers a question, which is an empty file in
-the attempt's folder. Its answers are data: everybody with the right to write into the run directory
-can forge one.
+The watchdog on each node (toolkit/supervisor/watchdog) answers a question, which is an empty file
+in the attempt's folder. Its answers are data: everybody with the right to write into the run
+directory can forge one.
 """
 
 import contextlib

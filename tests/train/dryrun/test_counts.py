@@ -278,9 +278,7 @@ def test_a_proof_that_takes_too_much_memory_is_announced(
 ) -> None:
     config = Config(task="chars", dp_replicate=2, device_memory="4MiB")
     show(config, Console(rank=0))
-    line = (
-        r"\nno proof before training: [\d,]+ parameters take \S+ MiB per rank in the proof, of 4"
-    )
+    line = r"\nno proof before training: [\d,]+ parameters take \S+ MiB per rank in the proof, of 4"
     assert re.search(line, capsys.readouterr().out)
     for changes in ({"device_memory": "80GiB"}, {"verify": False}, {"dp_replicate": None}):
         show(dataclasses.replace(config, **changes), Console(rank=0))

@@ -41,7 +41,7 @@ def test_every_rule_is_tried_beside_right_forms() -> None:
 
 
 def test_nothing_is_found_in_our_own_code() -> None:
-    folders = ("train", "templates/project", "templates/common/watchdog", "jobs", "notebooks")
+    folders = ("train", "templates/project", "toolkit/supervisor/watchdog", "jobs", "notebooks")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 60
     assert {path.name: list(map(str, found)) for path in files if (found := check(path))} == {}

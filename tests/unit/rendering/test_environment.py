@@ -380,6 +380,8 @@ def test_the_script_itself_expands_no_dollar_parentheses_once_it_has_traps() -> 
     for name, script in scripts().items():
         if name.startswith("hostile") or "lines" in name:
             continue  # which bring lines of their own
+        if " toolkit.supervisor local " in script:
+            continue  # which has the traps
         given = parts(script)
         rest = re.split(r"^(?:open_attempt |trap )", given["script.sh"], maxsplit=1, flags=re.M)[-1]
         assert rest != given["script.sh"], name

@@ -8,6 +8,7 @@ import os
 import re
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from .echoes import ECHOES, NO_ECHOES
 from .files import last_lines, read
 
 MESSAGE_CHARS = 300
@@ -63,20 +64,7 @@ def _loose(text: str) -> str:
 
 # ---- What ranks have raised
 
-_PEER = re.compile(
-    "connection (?:closed|reset) by peer|connection (?:refused|was closed)|broken pipe"
-    "|remote process exited|connectfullmesh failed|gloo/transport"
-    "|(?:recv|send)(?:value|bytes) failed|failed to (?:recv|send)|nccl error"
-    "|nccl communicator was aborted|dist(?:backend|network|store)error"
-    "|watchdog caught collective|timed ?out|wait timeout|ends because of others"
-    "|another rank went away|^the same as (?:rank [0-9]+|another rank)"
-)
-"""Of messages, in small letters: a rank has lost another one."""
-
-_OWN = re.compile(
-    "nccl(?:invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
-)
-"""What looks like a lost peer, and is not."""
+_PEER, _OWN = re.compile("|".join(ECHOES)), re.compile(NO_ECHOES)
 
 _FAULT = re.compile(
     "(?:Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax"

@@ -1,0 +1,80 @@
+"""The command line: `python3 -m toolkit.supervisor local RUN_DIR OPTIONS -- torchrun …`."""
+
+import argparse
+import sys
+from typing import List, Optional
+
+from . import local
+from .notify import Receivers
+from .policy import Limits
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Read the command line and play a role."""
+    words = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="supervisor", description=__doc__)
+    roles = parser.add_subparsers(dest="role", metavar="ROLE")
+    roles.required = True
+    here = roles.add_parser("local", help="one attempt on this machine")
+    here.add_argument("run_dir")
+    here.add_argument("mode", nargs="?", default="", choices=["", "continue", "restart"])
+    here.add_argument("--job", required=True, help="the job's name")
+    here.add_argument("--devices", action="append", default=[], help="the GPUs of a node: 0,1")
+    here.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
+    here.add_argument("--static", action="store_true", help="the rendezvous is static")
+    here.add_argument("--need", action="append", default=[], help="a folder that must exist")
+    _add_policy(here)
+    end = words.index("--") if "--" in words else len(words)
+    given, command = parser.parse_args(words[:end]), words[end + 1 :]
+    if not command:
+        parser.error("torchrun and its arguments must follow a '--'")
+    first, _, count = given.ports.partition("+")
+    return local.main(
+        local.Options(
+            job=given.job,
+            run_dir=given.run_dir,
+            mode=given.mode,
+            command=command,
+            devices=given.devices or [""],
+            ports=(int(first), int(count)),
+            static=given.static,
+            needs=given.need,
+            restarts=given.restarts,
+            limits=Limits(given.requeues, given.no_progress, given.preemptions),
+            grace_s=given.grace,
+            stall=given.stall,
+            protect_children=given.protect_children,
+            secrets=given.secret,
+            secret_files=dict(word.partition("=")[::2] for word in given.secret_file),
+            receivers=Receivers(
+                events=given.notify_on.split(",") if given.notify_on else (),
+                webhook=given.notify_webhook,
+                webhook_file=given.notify_webhook_file,
+                variable=given.notify_variable,
+                command=given.notify_command,
+                secrets=[*given.secret, *(word.partition("=")[0] for word in given.secret_file)],
+            ),
+        )
+    )
+
+
+def _add_policy(role: argparse.ArgumentParser) -> None:
+    """Add what a role does when something fails."""
+    role.add_argument("--restarts", type=int, default=0, help="of the ranks, by torchrun")
+    role.add_argument("--requeues", type=int, default=0, help="of the job, after failures")
+    role.add_argument("--no-progress", type=int, default=3, help="attempts without a new step")
+    role.add_argument("--preemptions", type=int, help="of the job; without a limit by default")
+    role.add_argument("--grace", type=int, default=60, help="seconds that a stop may take")
+    role.add_argument("--stall", default="never", help="seconds, learned or never")
+    role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
+    role.add_argument("--notify-webhook", default="")
+    role.add_argument("--notify-webhook-file", default="")
+    role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
+    role.add_argument("--notify-command", default="")
+    role.add_argument("--secret", action="append", default=[], help="a variable that must be set")
+    role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The folder of an attempt, and what earlier attempts have come to.
+
+Files and words: docs/reference/run-directory.md.
+"""
+
+import os
+from typing import List, Optional
+
+from .evidence.files import read
+from .policy import Made
+
+
+class Refused(Exception):
+    """The run directory cannot be used as it was asked for."""
+
+
+class Attempt:
+    """One start of the run, in a folder of its own."""
+
+    def __init__(self, run_dir: str, number: int, since: int) -> None:
+        self.run_dir, self.number = run_dir, number
+        self.since = since
+        """The attempt from which the limits of retries count."""
+        self.logs = folder_of(run_dir, number)
+
+    def path(self, name: str) -> str:
+        """Return the path of a file of this attempt."""
+        return os.path.join(self.logs, name)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a line into a file of this attempt."""
+        with open(self.path(name), "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text + "\n")
+
+    def made(self, word: str, step: Optional[int]) -> List[Made]:
+        """Return what all attempts since `since` have come to, this one with word and step."""
+        numbers = range(max(self.since, 0), self.number)
+        return [*(made_in(self.run_dir, number) for number in numbers), Made(word, step)]
+
+    def best_before(self) -> int:
+        """Return the step that the attempt before `since` has reached."""
+        return made_in(self.run_dir, self.since - 1).step or 0
+
+
+def folder_of(run_dir: str, number: int) -> str:
+    """Return the folder of an attempt."""
+    return os.path.join(run_dir, "logs", f"attempt-{number}")
+
+
+def made_in(run_dir: str, number: int) -> Made:
+    """Return what an attempt has come to, by its files `reason` and `step`."""
+    folder = folder_of(run_dir, number)
+    step = read(os.path.join(folder, "step"), 100).strip()
+    word = read(os.path.join(folder, "reason"), 100).partition(":")[0]
+    return Made(word.strip(), int(step) if step.isdigit() else None)
+
+
+def open_attempt(run_dir: str, mode: str) -> Attempt:
+    """Make the folder of the next attempt.
+
+    Args:
+        run_dir: The run directory.
+        mode: "" for a new run; `continue` for an earlier run, whose failures count no longer;
+            `restart` for the next attempt of the same submission.
+
+    Raises:
+        Refused: the directory holds a run, and `mode` does not say what to do with it.
+    """
+    number = 0
+    while os.path.lexists(folder_of(run_dir, number)):
+        number += 1
+    if number and mode not in ("continue", "restart"):
+        raise Refused(
+            f"{run_dir} already holds a run; to go on with it: bash FILE {run_dir} continue"
+        )
+    since = number
+    if mode == "restart":
+        before = read(os.path.join(folder_of(run_dir, number - 1), "since"), 100).strip()
+        since = int(before) if before.isdigit() else number
+    os.makedirs(os.path.join(run_dir, "logs"), exist_ok=True)
+    attempt = Attempt(run_dir, number, since)
+    os.mkdir(attempt.logs)
+    attempt.write("since", str(since))
+    return attempt

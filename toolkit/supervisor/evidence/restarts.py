@@ -1,0 +1,78 @@
+"""How often torchrun has started the ranks of a run again, and why the last time."""
+
+import glob
+import os
+import re
+import signal
+from typing import Dict, Iterable, List, Tuple
+
+from .files import TAIL_BYTES
+
+_NODES_BEGIN_WITHIN_S = 5
+"""All nodes start their ranks within so many seconds: their torchruns count by themselves."""
+
+_FAILED = re.compile(rb"failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
+
+
+def restarts_by_torchrun(run_dir: str) -> int:
+    """Count the starts of ranks beyond the first of each attempt, over all nodes."""
+    found: List[Tuple[int, str]] = []
+    pattern = os.path.join(glob.escape(run_dir), "logs/attempt-*/*/*/attempt_*")
+    for path in glob.iglob(pattern):
+        try:
+            found.append((int(os.stat(path).st_mtime), path))
+        except OSError:
+            continue
+    starts: Dict[str, int] = {}
+    began_s: Dict[str, int] = {}
+    newest: Dict[str, int] = {}
+    for time_s, path in sorted(found):
+        attempt, node = path.split(os.sep)[-4:-2]
+        place = f"{attempt}/{node}"
+        another = newest.get(place, 0) == starts.get(attempt, 0)
+        if time_s - began_s.get(attempt, 0) > _NODES_BEGIN_WITHIN_S or another:
+            starts[attempt] = starts.get(attempt, 0) + 1
+            began_s[attempt] = time_s
+        newest[place] = starts[attempt]
+    return sum(count - 1 for count in starts.values())
+
+
+def last_cause(logs: Iterable[str]) -> str:
+    """Return how the last rank failed after which torchrun has started all again."""
+    newest = b""
+    for path in logs:
+        try:
+            with open(path, "rb") as file:
+                for line in iter(lambda: file.readline(TAIL_BYTES), b""):
+                    if _FAILED.search(line):
+                        newest = max(newest, line)
+        except OSError:
+            continue
+    found = _FAILED.search(newest)
+    if found is None:
+        return ""
+    code, rank = int(found.group(1)), found.group(2).decode()
+    if code >= 0:
+        return f"local rank {rank}: exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"local rank {rank}: killed by {name}"
+
+
+def after_restarts(run_dir: str, attempt: int, logs: Iterable[str]) -> str:
+    """Return how often the ranks of a run that has succeeded were started again, and why."""
+    count = restarts_by_torchrun(run_dir) + attempt
+    if not count:
+        return ""
+    cause = last_cause(logs)
+    if not cause and attempt:
+        before = os.path.join(run_dir, "logs", f"attempt-{attempt - 1}", "reason")
+        try:
+            with open(before, encoding="utf-8", errors="surrogateescape") as file:
+                cause = file.readline(4096).strip().rpartition("; ")[0]
+        except OSError:
+            cause = ""
+    times = "1 restart" if count == 1 else f"{count} restarts" + (", the last" if cause else "")
+    return f", after {times}" + (f": {cause}" if cause else "")

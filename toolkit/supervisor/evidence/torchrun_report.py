@@ -1,0 +1,29 @@
+"""What torchrun prints at its end: a block for each rank that has failed."""
+
+import re
+from typing import Iterable, List
+
+from .files import TAIL_BYTES
+
+_LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
+_MOST_LINES = 30000
+"""Of reports: those of some thousand ranks."""
+
+
+def report_lines(paths: Iterable[str]) -> List[str]:
+    """Return the lines of torchrun's reports in logs, without what is around them."""
+    found: List[str] = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                for line in iter(lambda: file.readline(TAIL_BYTES), b""):
+                    if _LINE.match(line) and len(found) < _MOST_LINES:
+                        found.append(line.decode("latin-1").rstrip("\r\n"))
+        except OSError:
+            continue
+    return found
+
+
+def has_exitcode(lines: Iterable[str], status: int) -> bool:
+    """Whether a rank has ended with this exit status."""
+    return any(re.match(rf" *exitcode +: {status}(?: |$)", line) for line in lines)

@@ -1,0 +1,216 @@
+"""Notifications of a run's ends, failures and stalls (`notify` in the job file or the profile).
+
+Each is sent once: the file `notified-EVENT.json` in the attempt's folder can be made only once. A
+receiver that fails or hangs costs its time-out and a line on standard error.
+"""
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from urllib.parse import urlsplit
+
+TIMEOUT_S, COMMAND_TIMEOUT_S = 5.0, 10.0
+MOST_TEXT = 1500
+"""The most bytes of a text."""
+
+_HARMLESS = frozenset(("done", "preempted", "requeued", "walltime", "cancelled", "terminated"))
+
+
+class Receivers(NamedTuple):
+    """Who is told of what."""
+
+    events: Sequence[str] = ()
+    """Of `end`, `requeue`, `failure` and `stall`."""
+    webhook: str = ""
+    webhook_file: str = ""
+    """A file that holds the address of the webhook."""
+    variable: str = ""
+    """The environment variable that holds it."""
+    command: str = ""
+    """A line of shell, which gets the message on stdin and its text in NOTIFY_TEXT."""
+    secrets: Sequence[str] = ()
+    """Environment variables whose values no text may hold."""
+
+
+class Event(NamedTuple):
+    """What there is to tell."""
+
+    name: str
+    """`end`, `requeue` or `stall`."""
+    word: str
+    """How the attempt has ended; empty of a stall."""
+    text: str
+    attempt: int
+    tries: int = 3
+
+
+class Notifier:
+    """Sends the notifications of one run."""
+
+    def __init__(self, receivers: Receivers, job: str, run_dir: str) -> None:
+        self.receivers, self.job, self.run_dir = receivers, job, run_dir
+
+    def tell(self, claim: str, event: Event) -> None:
+        """Send an event, if somebody wants it and nobody has sent it yet.
+
+        `claim` begins the path of the file that can be made once.
+        """
+        failed = event.name != "stall" and event.word not in _HARMLESS
+        wanted = {event.name, "failure"} if failed else {event.name}
+        path = f"{claim}-{event.name}.json"
+        if not wanted & set(self.receivers.events) or event.word == "fenced" or not _claimed(path):
+            return
+        about = f"{os.path.basename(self.run_dir)}: attempt {event.attempt} {event.text}"
+        text = printable(masked(about, self.receivers.secrets, os.environ))
+        content: Dict[str, Any] = {
+            "event": event.name,
+            "failed": failed,
+            "job": self.job,
+            "run_dir": printable(self.run_dir),
+            "attempt": event.attempt,
+            "text": text,
+            "content": text,
+        }
+        try:
+            with open(path, "w", encoding="ascii") as file:
+                file.write(json.dumps(content) + "\n")
+        except OSError:
+            pass  # the disk may be full
+        send(self.receivers, content, event.tries, said_by=f"{self.job}: ")
+
+
+def _claimed(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except OSError:
+        return False
+    return True
+
+
+def printable(text: str) -> str:
+    """Return a text in printable ASCII, as every receiver takes it, and not longer than allowed."""
+    data = text.encode("utf-8", "surrogateescape")
+    return "".join(chr(byte) if 32 <= byte <= 126 else "?" for byte in data)[:MOST_TEXT]
+
+
+def masked(text: str, secrets: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return a text with ***NAME*** in place of the values of secrets."""
+    for name in secrets:
+        value = environ.get(name, "")
+        if len(value) > 3:
+            text = text.replace(value, f"***{name}***")
+    return text
+
+
+# ---- The receivers
+
+
+def send(receivers: Receivers, content: Mapping[str, Any], tries: int, said_by: str = "") -> None:
+    """Send a message to the webhook and to the command."""
+    body = json.dumps(content).encode()
+    if receivers.webhook or receivers.webhook_file or receivers.variable:
+        address = _address(receivers)
+        answers: List[str] = []
+        sender = threading.Thread(
+            target=lambda: answers.append(_post(address, body, tries)), daemon=True
+        )
+        sender.start()
+        sender.join(tries * (TIMEOUT_S + 1))  # the time-out of urllib counts anew for each byte
+        why = answers[0] if answers else f"{_host(address)} gives no answer"
+        if why:
+            _complain(said_by, "webhook", why)
+    if receivers.command:
+        environ = {**os.environ, "NOTIFY_TEXT": str(content["text"])}
+        why = _call(receivers.command, body + b"\n", environ)
+        if why:
+            _complain(said_by, "command", why)
+
+
+def _call(command: str, body: bytes, environ: Mapping[str, str]) -> str:
+    try:
+        subprocess.run(
+            ["sh", "-c", command],
+            input=body,
+            env=dict(environ),
+            stdout=2,
+            timeout=COMMAND_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {COMMAND_TIMEOUT_S:g} s"
+    except (OSError, subprocess.SubprocessError) as error:
+        status = getattr(error, "returncode", None)
+        return f"exit status {status}" if status else "it cannot be started"
+    return ""
+
+
+def _address(receivers: Receivers) -> str:
+    if receivers.webhook_file:
+        try:
+            with open(os.path.expanduser(receivers.webhook_file), encoding="utf-8") as file:
+                return file.read(4096).strip()
+        except (OSError, ValueError):
+            return ""
+    return os.environ.get(receivers.variable, "") if receivers.variable else receivers.webhook
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows none: it would pass the request, without its body, to any other address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _post(url: str, body: bytes, tries: int) -> str:
+    """Send the body and return why it was not delivered; empty if it was."""
+    host = _host(url)
+    if not host:
+        return "it has no address that begins with http:// or https://"
+    post = urllib.request.build_opener(_Redirects).open
+    why = ""
+    for left in reversed(range(tries)):
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            post(request, timeout=TIMEOUT_S).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            why = f"{host} answers {error.code}"
+            if 300 <= error.code < 400:
+                return f"{why}, a redirect, which is not followed; set the address it redirects to"
+            if error.code < 500 and error.code != 429:
+                return why
+        except OSError:
+            why = f"{host} gives no answer"
+        except (ValueError, http.client.HTTPException):
+            return f"{host} gives no answer of HTTP, or the address is malformed"
+        else:
+            return ""
+        if left:
+            time.sleep(1)
+    return why
+
+
+def _host(url: str) -> str:
+    """Return the host of an address, which may be shown: the path is often a secret.
+
+    >>> _host("https://user:word@hooks.example.org/s3cret"), _host("s3cret")
+    ('hooks.example.org', '')
+    """
+    try:
+        parts = urlsplit(url)
+        host: Optional[str] = parts.hostname
+    except ValueError:
+        return ""
+    known = parts.scheme in ("http", "https") and host is not None and host.isprintable()
+    return str(host) if known else ""
+
+
+def _complain(said_by: str, who: str, why: str) -> None:
+    print(f"{said_by}the {who} of 'notify' has failed: {why}", file=sys.stderr, flush=True)

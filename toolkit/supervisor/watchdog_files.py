@@ -1,0 +1,35 @@
+"""The programs of the watchdog, written where an attempt's ranks find them.
+
+They are programs of their own: the ranks' Python loads `site/sitecustomize.py`, and `start.sh`
+starts the watchdog before it becomes torchrun.
+"""
+
+import os
+import pkgutil
+
+_PROGRAMS = ("watchdog.py", "stragglers.py")
+_SITE = "sitecustomize.py"
+
+
+def write_watchdog(folder: str, *, watches: bool, reads_steps: bool, children: bool) -> str:
+    """Write the programs into a folder; return the path of `start.sh`.
+
+    Args:
+        folder: Where to, the attempt's folder `watchdog`.
+        watches: Whether the watchdog runs, not only what prepares the ranks.
+        reads_steps: Whether steps are read from the ranks' output (`log_pattern`).
+        children: Whether child processes of a rank outlive a stop.
+    """
+    os.makedirs(os.path.join(folder, "site"), exist_ok=True)
+    names = ["start.sh", f"site/{_SITE}"]
+    if watches:
+        names += [*_PROGRAMS, "site/rank_watch.py"]
+        names += ["log_steps.py"] if reads_steps else []
+    if children:
+        names.append("site/rank_children.py")
+    for name in names:
+        source = pkgutil.get_data("toolkit.supervisor", "watchdog/" + name.rpartition("/")[2])
+        assert source is not None
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(source)
+    return os.path.join(folder, "start.sh")
