@@ -315,7 +315,7 @@ class LogSteps:
 
 def append(path: Path, lines: Iterable[str]) -> int:
     """Append lines to a file, after a torn line on one of their own; return how many bytes."""
-    with path.open("a+b") as file:
+    with path.open("ab+") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         torn = file.read(1) not in (b"", b"\n")
         return file.write(("\n" * torn + "".join(f"{line}\n" for line in lines)).encode())
