@@ -45,6 +45,18 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
+def _held_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Copy small tensors that a module keeps as attributes, such as its last activation.
+
+    Not those with a gradient, such as views of weights, which lead to the parameters.
+    """
+    return {
+        name: value.detach().clone()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= SMALL
+    }
+
+
 class _FirstPass(AbstractContextManager[None]):
     """Notes buffers, attributes and random generators as a pass begins."""
 
@@ -63,7 +75,7 @@ class _FirstPass(AbstractContextManager[None]):
         for own in self.module.modules():
             # Layers of torch count nothing in Python, and normalise a training batch by itself.
             if not type(own).__module__.startswith("torch.nn."):
-                self.attributes.append((vars(own), plain_attributes(own)))
+                self.attributes.append((vars(own), plain_attributes(own) | _held_tensors(own)))
             elif isinstance(own, _BatchNorm) and own.training:
                 continue
             for name, buffer in own._buffers.items():

@@ -63,6 +63,9 @@ FAILED_ONCE = {
         ("batch norm without statistics",), ("--pp", "2", "--pp-schedule", "1F1B", *THREE),
         "refused",
     ),
+    "an activation that a recomputed pass remembers": (
+        ("remembered activation", "own function"), ("--activation-checkpointing",), "equal",
+    ),
     "numbers of random and numpy that are drawn again": (
         ("noise", "numpy noise"), ("--activation-checkpointing",), "equal",
     ),

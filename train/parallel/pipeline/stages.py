@@ -45,11 +45,14 @@ class Stage(nn.Module):
                 hidden = self.get_submodule(name)(hidden)
         return mapped(self._sendable, hidden)
 
-    def _sendable(self, output: Tensor) -> Tensor:
+    def _sendable(self, output: object) -> object:
         """Give what torch's schedules can send and detach in place, as they can no view.
 
-        A linear layer gives a view for inputs of three dimensions.
+        A linear layer gives a view for inputs of three dimensions. What is no tensor is refused
+        elsewhere.
         """
+        if not isinstance(output, Tensor):
+            return output
         whole = output.contiguous()
         return whole.clone() if self._owns and whole._is_view() else whole
 
