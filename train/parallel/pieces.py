@@ -83,7 +83,8 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
 def check_one_backward_pass(parts: Parts, batch: Batch, *, flags: str) -> None:
     """Make sure that a model bears a backward pass in two parts: for inputs, then for weights.
 
-    A hook on an activation would run in both, and a reentrant checkpoint in neither.
+    A hook on an activation would run in both, and a reentrant checkpoint in neither; behind a
+    layer's backward hook torch does not find the second part.
 
     Raises:
         UsageError: on all ranks; names the layer.
@@ -102,7 +103,10 @@ def check_one_backward_pass(parts: Parts, batch: Batch, *, flags: str) -> None:
 
 
 def _bound_to_one_pass(model: nn.Module, inputs: Tree) -> str:
-    """Describe the first layer that hooks an activation, or is a reentrant checkpoint."""
+    """Describe the first layer that hooks a gradient, or is a reentrant checkpoint."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"has a backward hook on layer {name!r}"
     seen: set[object] = set()
     calls = _HookCalls(model)
 

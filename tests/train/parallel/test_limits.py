@@ -111,6 +111,13 @@ class Hooked(Deep):
         return model
 
 
+class Watched(Deep):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("1").register_full_backward_hook(lambda *_: None)
+        return model
+
+
 class Checkpointing(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not inputs.requires_grad:
@@ -237,6 +244,13 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "--pp-schedule ZBVZeroBubble: the model of task 'deep' registers a hook on an activation "
         "in layer '1', but the backward pass of this schedule goes through a stage in two parts; "
         "use another --pp-schedule, such as 1F1B",
+    ),
+    (
+        "Watched",
+        ZERO_BUBBLE,
+        "--pp-schedule ZBVZeroBubble: the model of task 'deep' has a backward hook on layer '1', "
+        "but the backward pass of this schedule goes through a stage in two parts; use another "
+        "--pp-schedule, such as 1F1B",
     ),
     (
         "Repeating",
