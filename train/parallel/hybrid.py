@@ -54,7 +54,7 @@ class Composed(WholeModel):
             pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
         cp.verify(self.model, self.outputs, batch, self.parts)
         if len(batch):
-            inputs = self.own_part(batch.part(0, 1)).inputs
+            inputs = self.own_part(batch.part(0, 2)).inputs
             dropout.draw_by_rank([self.model], lambda: self.outputs(inputs), inputs, self.parts)
 
     def own_part(self, batch: Batch) -> Batch:

@@ -173,7 +173,7 @@ class Pipelined(Strategy):
         if self._hooked and len(batch):
             self._refuse_any(self._handed_over(batch.part(0, FEW)))
         if len(batch):
-            inputs = self._slice.of(batch.part(0, 1)).inputs
+            inputs = self._slice.of(batch.part(0, FEW)).inputs
             run = partial(self.passed, inputs)
             dropout.draw_by_rank(self.modules(), run, inputs, self.parts)
         held, last = nn.ModuleList(self.modules()), len(self._plan) - 1
