@@ -345,7 +345,7 @@ def secret_in(path: str) -> str:
         ValueError: it cannot be read, others may read it, or it is empty.
     """
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             mode, value = os.fstat(file.fileno()).st_mode, file.read(1 << 20)
     except OSError:
         raise ValueError(f"cannot read {path}") from None
