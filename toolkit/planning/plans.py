@@ -127,23 +127,9 @@ class LaunchPlan:
 
     @property
     def names_attempt(self) -> bool:
-        """Whether an argument names the attempt, which only the entrypoint knows."""
+        """Whether an argument names the attempt, which is known only where it runs."""
         words = (word for word in self.entry if isinstance(word, ArgumentWord))
         return any(name == "TRAIN_ATTEMPT" for word in words for _, name in word.pieces())
-
-    @property
-    def notify_receivers(self) -> tuple[tuple[str, str], ...]:
-        """The receivers of notifications, as options of the supervisor and their values."""
-        told = self.notify
-        if told is None:
-            return ()
-        receivers = {
-            "webhook-file": told.webhook_file,
-            "variable": told.variable,
-            "webhook": None if told.variable else told.webhook,
-            "command": told.command,
-        }
-        return tuple((option, str(value)) for option, value in receivers.items() if value)
 
     @property
     def restarts_in_job(self) -> bool:

@@ -47,12 +47,6 @@ _NOT_BEGUN = ("gave_up", "no_progress")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """The signals that torchrun forwards to its ranks, and ends the other ranks with."""
 
-# ---- Messages that only report another rank's loss, so that they name no cause
-#
-# Four programs need the list. Two of them import nothing of the toolkit and hold copies, which a
-# test compares: `train/errors.py` and `templates/common/first_error.sh` (rendered into scripts).
-# `toolkit/functions/worker.py` finds it in the call's `call.json`.
-
 _WHAT = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
 """An exception of C++ that nothing has caught, as it is printed before SIGABRT."""
 

@@ -1,6 +1,7 @@
 """The command line: `python3 -m toolkit.supervisor local RUN_DIR OPTIONS -- torchrun …`."""
 
 import argparse
+import os
 import sys
 from typing import List, Optional
 
@@ -48,10 +49,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             secret_files=dict(word.partition("=")[::2] for word in given.secret_file),
             receivers=Receivers(
                 events=given.notify_on.split(",") if given.notify_on else (),
-                webhook=given.notify_webhook,
+                webhook=os.environ.pop("_notify_webhook", ""),
                 webhook_file=given.notify_webhook_file,
                 variable=given.notify_variable,
-                command=given.notify_command,
+                command=os.environ.pop("_notify_command", ""),
                 secrets=[*given.secret, *(word.partition("=")[0] for word in given.secret_file)],
             ),
         )
@@ -59,7 +60,11 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _add_policy(role: argparse.ArgumentParser) -> None:
-    """Add what a role does when something fails."""
+    """Add what a role does when something fails.
+
+    The webhook's address and the command of `notify` may hold secrets, and other users see command
+    lines: they come by the environment variables `_notify_webhook` and `_notify_command`.
+    """
     role.add_argument("--restarts", type=int, default=0, help="of the ranks, by torchrun")
     role.add_argument("--requeues", type=int, default=0, help="of the job, after failures")
     role.add_argument("--no-progress", type=int, default=3, help="attempts without a new step")
@@ -68,10 +73,8 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--stall", default="never", help="seconds, learned or never")
     role.add_argument("--protect-children", action="store_true", help="until their rank ends")
     role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
-    role.add_argument("--notify-webhook", default="")
     role.add_argument("--notify-webhook-file", default="")
     role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
-    role.add_argument("--notify-command", default="")
     role.add_argument("--secret", action="append", default=[], help="a variable that must be set")
     role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
 

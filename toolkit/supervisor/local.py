@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from .attempt import Attempt, Refused, folder_of, open_attempt
-from .evidence.files import read
+from .evidence.files import open_regular, read
 from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, alike, from_line, last_failure, repeated_failure
 from .evidence.outcome import read_outcome
@@ -95,6 +95,7 @@ class LocalAttempt(Evidence):
         self.notifier = Notifier(options.receivers, options.job, options.run_dir)
         self.compares = bool(options.restarts or options.limits.requeue)
         self._looked_at: Dict[str, List[str]] = {}
+        self._echo: Optional[Failure] = None
         self._echo_s = 0.0
         self._reports: Optional[List[str]] = None
 
@@ -313,7 +314,6 @@ class LocalAttempt(Evidence):
 
     def _repeated_in_job(self, *, all_ended: bool) -> Optional[Failure]:
         """Return how the ranks of one torchrun failed alike in two starts, if they have."""
-        echo: Optional[Failure] = None
         for folder in sorted(glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")):
             if not os.path.isdir(folder + "attempt_1"):
                 continue
@@ -329,13 +329,10 @@ class LocalAttempt(Evidence):
                 continue
             if not failure.message.endswith("another one"):
                 return failure
-            echo = failure  # another node, whose files may come late, has the cause
+            self._echo = failure  # another node, whose files may come late, has the cause
             self._echo_s = self._echo_s or time.monotonic()
-        if echo is not None:
-            self._echo = echo
-        known = getattr(self, "_echo", None)
         late = self._echo_s and time.monotonic() >= self._echo_s + ECHO_S
-        return known if known is not None and (all_ended or late) else None
+        return self._echo if all_ended or late else None
 
 
 def secret_in(path: str) -> str:
@@ -345,7 +342,7 @@ def secret_in(path: str) -> str:
         ValueError: it cannot be read, others may read it, or it is empty.
     """
     try:
-        with open(os.path.expanduser(path), "rb") as file:
+        with open_regular(os.path.expanduser(path)) as file:
             mode, value = os.fstat(file.fileno()).st_mode, file.read(1 << 20)
     except OSError:
         raise ValueError(f"cannot read {path}") from None

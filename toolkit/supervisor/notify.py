@@ -16,6 +16,8 @@ import urllib.request
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 from urllib.parse import urlsplit
 
+from .evidence.files import open_regular
+
 TIMEOUT_S, COMMAND_TIMEOUT_S = 5.0, 10.0
 MOST_TEXT = 1500
 """The most bytes of a text."""
@@ -154,8 +156,8 @@ def _call(command: str, body: bytes, environ: Mapping[str, str]) -> str:
 def _address(receivers: Receivers) -> str:
     if receivers.webhook_file:
         try:
-            with open(os.path.expanduser(receivers.webhook_file), encoding="utf-8") as file:
-                return file.read(4096).strip()
+            with open_regular(os.path.expanduser(receivers.webhook_file)) as file:
+                return file.read(4096).decode("utf-8").strip()
         except (OSError, ValueError):
             return ""
     return os.environ.get(receivers.variable, "") if receivers.variable else receivers.webhook

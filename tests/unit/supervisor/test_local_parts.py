@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.supervisor import __main__ as command_line
 from toolkit.supervisor.attempt import Refused, open_attempt
+from toolkit.supervisor.evidence.files import last_lines, read
 from toolkit.supervisor.evidence.restarts import after_restarts
 from toolkit.supervisor.evidence.torchrun_report import has_exitcode, report_lines
 from toolkit.supervisor.local import free_port, secret_in, visible_devices
@@ -57,6 +58,15 @@ def test_a_secret_is_read_from_a_file_that_nobody_else_may_read(tmp_path: Path) 
             secret_in(str(path))
     path.write_text("two\nlines\n\n")
     assert secret_in(str(path)) == "two\nlines"
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Somebody else may have put it there."""
+    pipe = tmp_path / "reason"
+    os.mkfifo(pipe, 0o600)
+    assert (read(str(pipe)), last_lines(str(pipe)), report_lines([str(pipe)])) == ("", [], [])
+    with pytest.raises(ValueError, match="cannot read"):
+        secret_in(str(pipe))
 
 
 def test_gpus_are_counted_over_those_that_the_user_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

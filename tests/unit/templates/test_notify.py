@@ -386,6 +386,34 @@ def test_this_machine_tells_what_a_run_has_succeeded_after(
     assert told["text"].endswith("after 1 restart: local rank 0: killed by SIGSEGV")
 
 
+SEES = """
+import os
+from pathlib import Path
+seen = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+seen += [str(dict(os.environ)).encode()]
+Path(os.environ["TRAIN_RUN_DIR"], "seen").write_bytes(b"".join(seen))
+"""
+
+
+def test_no_command_line_and_no_rank_sees_where_notifications_go(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    notify = {"webhook": receiver.url, "command": "cat >/dev/null # to-nobody"}
+    profile = toolkit.LocalProfile.model_validate(
+        {"name": "here", "runs_dir": str(tmp_path / "runs"), "notify": notify}
+    )
+    (tmp_path / "sees.py").write_text(SEES)
+    job = toolkit.JobSpec(name="probe", script=str(tmp_path / "sees.py"))
+    run = toolkit.submit(job, to=profile)
+    assert run.wait(300).state is toolkit.RunState.SUCCEEDED
+    assert len(receiver.posts) == 1
+    assert run.run_dir is not None
+    seen = (run.run_dir / "seen").read_bytes()
+    assert b"toolkit.supervisor" in seen
+    assert receiver.url.encode() not in seen
+    assert b"to-nobody" not in seen
+
+
 def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None:
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     profile = profile.model_copy(

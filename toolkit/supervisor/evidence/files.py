@@ -3,16 +3,31 @@
 Text is decoded as Latin-1, byte by byte: it may be cut anywhere, and may be no text at all.
 """
 
-from typing import Iterator, List
+import os
+import stat
+from typing import BinaryIO, List
 
 TAIL_BYTES = 65536
 """How much of the end of a log or record is read."""
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Open a file for reading, without waiting for a writer, as one would at a named pipe.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
 def read(path: str, most: int = TAIL_BYTES) -> str:
     """Return the beginning of a file; nothing if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(most).decode("latin-1")
     except OSError:
         return ""
@@ -21,7 +36,7 @@ def read(path: str, most: int = TAIL_BYTES) -> str:
 def last_lines(path: str, most: int = TAIL_BYTES) -> List[str]:
     """Return the last lines of a file; the first of them may be cut."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - most))
             text = file.read(most).decode("latin-1")
@@ -29,8 +44,3 @@ def last_lines(path: str, most: int = TAIL_BYTES) -> List[str]:
         return []
     lines = text.split("\n")
     return lines if lines[-1] else lines[:-1]
-
-
-def lines_of(text: str) -> Iterator[str]:
-    """Yield the lines of a text, as programs of the shell count them."""
-    return iter(text.split("\n"))

@@ -6,7 +6,7 @@ import re
 import signal
 from typing import Dict, Iterable, List, Tuple
 
-from .files import TAIL_BYTES
+from .files import TAIL_BYTES, open_regular, read
 
 _NODES_BEGIN_WITHIN_S = 5
 """All nodes start their ranks within so many seconds: their torchruns count by themselves."""
@@ -42,7 +42,7 @@ def last_cause(logs: Iterable[str]) -> str:
     newest = b""
     for path in logs:
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 for line in iter(lambda: file.readline(TAIL_BYTES), b""):
                     if _FAILED.search(line):
                         newest = max(newest, line)
@@ -68,11 +68,7 @@ def after_restarts(run_dir: str, attempt: int, logs: Iterable[str]) -> str:
         return ""
     cause = last_cause(logs)
     if not cause and attempt:
-        before = os.path.join(run_dir, "logs", f"attempt-{attempt - 1}", "reason")
-        try:
-            with open(before, encoding="utf-8", errors="surrogateescape") as file:
-                cause = file.readline(4096).strip().rpartition("; ")[0]
-        except OSError:
-            cause = ""
+        reason = read(os.path.join(run_dir, "logs", f"attempt-{attempt - 1}", "reason"), 4096)
+        cause = reason.partition("\n")[0].rpartition("; ")[0]
     times = "1 restart" if count == 1 else f"{count} restarts" + (", the last" if cause else "")
     return f", after {times}" + (f": {cause}" if cause else "")

@@ -3,7 +3,7 @@
 import re
 from typing import Iterable, List
 
-from .files import TAIL_BYTES
+from .files import TAIL_BYTES, open_regular
 
 _LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
 _MOST_LINES = 30000
@@ -15,7 +15,7 @@ def report_lines(paths: Iterable[str]) -> List[str]:
     found: List[str] = []
     for path in paths:
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 for line in iter(lambda: file.readline(TAIL_BYTES), b""):
                     if _LINE.match(line) and len(found) < _MOST_LINES:
                         found.append(line.decode("latin-1").rstrip("\r\n"))
