@@ -38,6 +38,20 @@ def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     ]
 
 
+def refuse_exchange(names: Iterable[str], *, task: str) -> None:
+    """Refuse sparse gradients that DistributedDataParallel has failed to exchange.
+
+    Raises:
+        UsageError: names the layer or parameter.
+    """
+    raise UsageError(
+        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients, which --strategy "
+        "ddp exchanges only if an nn.Embedding or nn.EmbeddingBag is all that gives its weight a "
+        "gradient: no functional.embedding(), and no loss() that reads the weight as well; use "
+        "dense ones (sparse=False)"
+    )
+
+
 def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) -> None:
     """Refuse sparse gradients where something cannot take them.
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cli.compatibility import exact_problems
 from ..data.order import Batch, seed_generators, seed_of, share_of
 from ..errors import UsageError
-from ..model import batchnorm, compilation
+from ..model import batchnorm, compilation, sparse
 from ..model.trees import joined
 from .base import Parts, Sums, WholeModel
 from .consistency import some_of
@@ -81,7 +81,7 @@ class DataParallel(WholeModel):
             with self.unchanged():
                 writes = Writes(dict(self.named_parameters()), self.norm_device)
                 writes.start()
-                self.accumulate([batch.zeros()])
+                self._accumulate_zeros(batch)
                 written.append({*writes.names()})
         if once := written[0] - written[1]:
             raise UsageError(
@@ -89,6 +89,16 @@ class DataParallel(WholeModel):
                 f"{some_of(once)} in its first pass only, which ranks make on zeros; have model() "
                 "write it, or use --strategy single"
             )
+
+    def _accumulate_zeros(self, batch: Batch) -> None:
+        try:
+            self.accumulate([batch.zeros()])
+        except RuntimeError as error:
+            # torch names no parameter.
+            if "sparse" not in str(error).lower():
+                raise
+            names = self.sparse_layers or sparse.gradients(self.named_parameters())
+            sparse.refuse_exchange(names, task=self.task.name)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""

@@ -148,6 +148,17 @@ class Words(Deep):
     test = train
 
 
+class Reading(Words):
+    """Its loss reads the weights that have sparse gradients."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        return self.net
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(outputs, targets) + self.net.get_parameter("0.weight").square().sum()
+
+
 class Dense(Words):
     sparse = False
 
@@ -262,6 +273,20 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Repeating", {"strategy": "pp", "micro_batch": 4}, ""),
     ("Hollow", {"strategy": "ddp"}, ""),
     ("Words", {"strategy": "ddp"}, ""),
+    *(
+        (
+            task,
+            {"strategy": "ddp"},
+            f"task 'deep': {name} has sparse gradients, which --strategy ddp exchanges only if an "
+            "nn.Embedding or nn.EmbeddingBag is all that gives its weight a gradient: no "
+            "functional.embedding(), and no loss() that reads the weight as well; use dense ones "
+            "(sparse=False)",
+        )
+        for task, name in (
+            ("Reading", "layer '0' (Embedding, sparse=True)"),
+            ("ByHand", "parameter 'rows'"),
+        )
+    ),
 ]
 
 
