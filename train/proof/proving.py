@@ -46,6 +46,8 @@ class Verdict:
     steps: int = 0
     samples: int = 0
     """Of each step that was compared."""
+    passes: int = 1
+    """Of one process in each of them: as many as the micro-batches of a rank."""
     seconds: float = 0.0
     """What the proof has cost."""
 
@@ -129,6 +131,7 @@ def _prove(parts: Parts, patience_s: float) -> Verdict:
         accepted=manner.accepted,
         steps=STEPS,
         samples=cut.batch,
+        passes=cut.micro_batches,
     )
 
 

@@ -202,6 +202,7 @@ def refusal(rank: int, ranks: int, folder: Path, task: str, chosen: dict[str, ob
     return ""
 
 
+DDP: dict[str, object] = {"strategy": "ddp"}
 ZERO_BUBBLE: dict[str, object] = {
     "strategy": "pp", "micro_batch": 2, "pp_schedule": "ZBVZeroBubble",
 }  # fmt: skip
@@ -271,12 +272,12 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "stage in two parts; use another --pp-schedule, such as 1F1B",
     ),
     ("Repeating", {"strategy": "pp", "micro_batch": 4}, ""),
-    ("Hollow", {"strategy": "ddp"}, ""),
-    ("Words", {"strategy": "ddp"}, ""),
+    ("Hollow", DDP, ""),
+    ("Words", DDP, ""),
     *(
         (
             task,
-            {"strategy": "ddp"},
+            DDP,
             f"task 'deep': {name} has sparse gradients, which --strategy ddp exchanges only if an "
             "nn.Embedding or nn.EmbeddingBag is all that gives its weight a gradient: no "
             "functional.embedding(), and no loss() that reads the weight as well; use dense ones "

@@ -11,9 +11,10 @@ from tests.train.support import proved
 from tests.train.support.making import config_of, group_of
 from tests.train.support.ranks import on_ranks
 from train import parallel, tasks
-from train.errors import UsageError
+from train.errors import StrategyError, UsageError
 from train.parallel.base import Parts
 from train.proof import prove
+from train.proof.session import refusing_failures
 
 COMMON: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "global_batch": 12}
 DDP = {"strategy": "ddp"}
@@ -61,9 +62,10 @@ def judged(rank: int, ranks: int, cases: list[Case]) -> list[str]:
         )
         try:
             # As a start does before it.
-            parallel.build(config.strategy_on(group.rank_info), parts).verify()
-            verdict = prove(parts)
-        except UsageError as error:
+            with refusing_failures(parts):
+                parallel.build(config.strategy_on(group.rank_info), parts).verify()
+                verdict = prove(parts)
+        except (UsageError, StrategyError) as error:
             found.append(f"{CHECK}{error}")
             continue
         if verdict.holds:
@@ -87,7 +89,7 @@ RIGHT: list[Case] = [
     ("Centred", {**FSDP, "accept": "layer-mixes-samples"}),
     ("Normed", {**SYNC, "micro_batch": 3, "accept": "batch-norm"}),
     ("Branching", {**DDP, "accept": "layer-mixes-samples"}),
-    ("Plain", {**PS, "ps_mode": "async"}),
+    *((name, {**PS, "ps_mode": "async"}) for name in ("Plain", "Counted")),
 ]
 # A fix elsewhere may make these right, and a check elsewhere may refuse them first.
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -123,6 +125,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("Replaced", FSDP, r"holds|problem: after step 1 buffer '1\.ema' differs .*"),
     ("Counted", DDP, r"holds|problem: after step 1 buffer '1\.seen' differs by 2, .*own samples.*"),
     ("EvaluatingNorm", EXACT, r"holds|problem: .*evaluation mode.*"),
+    (
+        "Shaped",
+        TP,
+        r"check: --strategy tp \(tp 2\) fails with task '', which one process trains: the forward "
+        r"pass at layer '2' \(Squares\): RuntimeError: shape '\[2, 2, 2\]' is invalid for input of "
+        r"size 4; use another --strategy or other options, or --no-verify to see the traceback",
+    ),
 ]
 
 
