@@ -10,10 +10,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
-from train.data.order import Batch
-from train.tasks.base import Task
+from tests.train.support import proved
 
-WIDTH = 8
+WIDTH = proved.WIDTH
 
 
 class Net(nn.Module):
@@ -32,26 +31,13 @@ class Net(nn.Module):
         return outputs
 
 
-class Kind(Task):
-    """Fit 48 numbers."""
+class Kind(proved.Plain):
+    """Fit 48 numbers by this net."""
 
     name = "kind"
-    cut = False
-    """Whether units of sharded data parallel are the layers, rather than the model."""
 
     def model(self) -> nn.Module:
         return Net()
-
-    def train(self) -> Batch:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(48, 6, generator=generator)
-        return Batch(inputs=inputs, targets=inputs[:, :1].sin() + 0.5 * inputs[:, 1:2])
-
-    def test(self) -> Batch:
-        return self.train().part(0, 10)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().sum()
 
     def pieces(self, model: nn.Module) -> list[str]:
         return ["first", "middle", "third", "last"]

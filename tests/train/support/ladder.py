@@ -18,7 +18,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -35,9 +34,10 @@ from train.data.order import Batch, Samples
 from train.loop import Trainer
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
+from train.proof.trial import config_of_one_process
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
-from train.runtime.process_group import RankGroup, open_group
+from train.runtime.process_group import Alone, RankGroup, open_group
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks import Task
@@ -73,14 +73,6 @@ class Differences:
     """Of all steps, relative to the largest entry of that step's gradient."""
     weights: float = float("inf")
     error: str = ""
-
-
-class Alone(RankGroup):
-    """A group of one, in a process that is connected to others."""
-
-    @property
-    def connected(self) -> bool:
-        return False
 
 
 class Recording:
@@ -148,34 +140,6 @@ def like_the_models(task: AnyTask) -> AnyTask:
     return task
 
 
-@contextmanager
-def double_precision() -> Iterator[None]:
-    """Make models and numbers in double precision, in this process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def reference_of(config: Config) -> Config:
-    """The same training by one process."""
-    names = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch")
-    alone = dataclasses.replace(config, **dict.fromkeys(names))  # type: ignore[arg-type]
-    # How ranks do it, which is nothing to one: alike, so that cases share a reference.
-    plain = {name: getattr(Config, name) for name in ("pp_schedule", "cp_method", "loss_parallel")}
-    alone = dataclasses.replace(alone, **plain)
-    return dataclasses.replace(
-        alone,
-        strategy="single",
-        comm_hook="none",
-        cpu_offload=False,
-        meta_init=False,
-        sync_batch_norm=False,
-    )
-
-
 def compare(case: Case, group: RankGroup, folder: Path) -> Differences | None:
     """Run a case; rank 0 reports its distance from one process."""
     layout = case.config.layout_on(group.rank_info)
@@ -207,7 +171,8 @@ def by_one_process(case: Case, group: RankGroup, folder: Path) -> Recording:
     """Make a case's steps as one process; several cases may have the same ones."""
     if case.sabotage:
         _references.clear()
-    config = dataclasses.replace(reference_of(case.config), **case.reference)  # type: ignore[arg-type]
+    config = config_of_one_process(case.config)
+    config = dataclasses.replace(config, **case.reference)  # type: ignore[arg-type]
     if config not in _references:
         rank_info = dataclasses.replace(group.rank_info, rank=0, world_size=1)
         one = Alone(rank_info=rank_info, device=group.device)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from tests.train.support.ladder import Alone, trainer_of
+from tests.train.support.ladder import trainer_of
 from train.cli.config import Config
 from train.loop import Trainer
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 
 
