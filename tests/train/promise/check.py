@@ -271,7 +271,7 @@ def judge(one: Draw, pool: Pool) -> Judgement:
             starts = [(one.layout, RESUMED_AT), (one.then, STEPS)]
         before = 0
         for layout, steps in starts:
-            ended = pool.run(layout.ranks, [*argv, *one.flags(layout, steps)], {})
+            ended = pool.run(layout.ranks, [*argv, *one.flags(layout, steps)])
             losses = _losses(run_dir / "metrics.jsonl")
             if ended.status == 2:
                 return _refused(one, ended.output, steps=len(losses) - before)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -237,7 +237,7 @@ class Unseeded(Table):
     def model(self) -> nn.Module:
         model = nn.Sequential(linear(), nn.Linear(FEATURES, CLASSES))
         with torch.no_grad():
-            model.get_parameter("0.weight").add_(float(os.environ["RANK"]))
+            model.get_parameter("0.weight").add_(float(dist.get_rank()))
         return model
 
 
@@ -246,7 +246,7 @@ class OtherData(Twice):
 
     def train(self) -> Batch:
         batch = super().train()
-        return Batch(inputs=batch.inputs + float(os.environ["RANK"]), targets=batch.targets)
+        return Batch(inputs=batch.inputs + float(dist.get_rank()), targets=batch.targets)
 
 
 class Scalar(Table):
@@ -288,21 +288,3 @@ class Again(Skips):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.second(self.first(inputs))
         return self.last(functional.linear(hidden, self.first.weight))  # type: ignore[no-any-return]
-
-
-class Counting(Table):
-    """A buffer counts what its rank has seen."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(Counter(), linear(), nn.Linear(FEATURES, CLASSES))
-
-
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("above", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.get_buffer("above").add_((inputs > 0).sum())
-        return inputs
