@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 STRATEGIES = ("single", "manual", "dataparallel", "ddp", "ps")
 
 
-def layers(model: nn.Module) -> list[str]:
-    """Name the layers of a model that give their weights sparse gradients."""
-    return [
-        f"layer {name!r} ({type(module).__name__}, sparse=True)"
+def layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Find the layers of a model that give their weights sparse gradients."""
+    return {
+        f"layer {name!r} ({type(module).__name__}, sparse=True)": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         and module.sparse
         and module.weight.requires_grad
-    ]
+    }
 
 
 def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
@@ -42,13 +42,12 @@ def refuse_exchange(names: Iterable[str], *, task: str) -> None:
     """Refuse sparse gradients that DistributedDataParallel has failed to exchange.
 
     Raises:
-        UsageError: names the layer or parameter.
+        UsageError: names the parameter.
     """
     raise UsageError(
         f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients, which --strategy "
-        "ddp exchanges only if an nn.Embedding or nn.EmbeddingBag is all that gives its weight a "
-        "gradient: no functional.embedding(), and no loss() that reads the weight as well; use "
-        "dense ones (sparse=False)"
+        "ddp exchanges for an nn.Embedding or nn.EmbeddingBag beside other layers only: use one "
+        "in place of functional.embedding(), or dense gradients (sparse=False)"
     )
 
 

@@ -19,6 +19,7 @@ from train.cli.config import Config
 from train.data.order import Batch
 from train.errors import UsageError
 from train.parallel.pipeline import split
+from train.parallel.sparse_exchange import SparseGradients
 from train.rundir.console import Console
 from train.tasks import Task
 
@@ -273,34 +274,37 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ),
     ("Repeating", {"strategy": "pp", "micro_batch": 4}, ""),
     ("Hollow", DDP, ""),
-    ("Words", DDP, ""),
-    *(
-        (
-            task,
-            DDP,
-            f"task 'deep': {name} has sparse gradients, which --strategy ddp exchanges only if an "
-            "nn.Embedding or nn.EmbeddingBag is all that gives its weight a gradient: no "
-            "functional.embedding(), and no loss() that reads the weight as well; use dense ones "
-            "(sparse=False)",
-        )
-        for task, name in (
-            ("Reading", "layer '0' (Embedding, sparse=True)"),
-            ("ByHand", "parameter 'rows'"),
-        )
+    *((task, DDP, "") for task in ("Words", "Reading")),
+    (
+        "ByHand",
+        DDP,
+        "task 'deep': parameter 'rows' has sparse gradients, which --strategy ddp exchanges for an "
+        "nn.Embedding or nn.EmbeddingBag beside other layers only: use one in place of "
+        "functional.embedding(), or dense gradients (sparse=False)",
     ),
 ]
 
 
-def refusals(rank: int, folder: Path) -> list[str]:
-    return [
+def refusals(rank: int, folder: Path) -> tuple[list[str], list[list[float]]]:
+    """What each case says; and the mean of gradients where rank 1 has used no row."""
+    said = [
         refusal(rank, 2, folder / f"{number}", task, chosen)
         for number, (task, chosen, _) in enumerate(REFUSED)
     ]
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+    model(torch.tensor([1, 1, 3])[: 3 * (1 - rank)]).sum().backward()
+    SparseGradients(model).average()
+    gradient = model.get_parameter("0.weight").grad
+    assert gradient is not None and gradient.is_sparse
+    return said, gradient.to_dense().tolist()
 
 
 def test_what_a_strategy_cannot_take_is_refused_by_name(tmp_path: Path) -> None:
     wanted = [message for *_, message in REFUSED]
-    assert on_ranks(2, refusals, tmp_path) == [wanted, wanted]
+    for said, mean in on_ranks(2, refusals, tmp_path):
+        assert said == wanted
+        assert mean == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(
