@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from .. import parallel, tasks
 from ..cli.config import Config
 from ..errors import EXIT_DONE, ProofError, StrategyError, TrainError, is_collateral
-from ..failure.diagnose import in_short, modules_of, part_of, place_of
 from ..failure.record import report
 from ..parallel.base import Parts
 from ..parallel.layout import Layout
@@ -108,6 +107,9 @@ def refusing_failures(parts: Parts) -> Iterator[None]:
     except (TrainError, OSError):
         raise
     except Exception as error:
+        # Only here, as few runs need them.
+        from ..failure.diagnose import in_short, place_of
+
         if not _may_be_of_the_strategy(error, parts) or not one_process_trains(parts):
             raise
         text = " ".join(in_short(error).split())
@@ -120,6 +122,8 @@ def refusing_failures(parts: Parts) -> Iterator[None]:
 
 def _may_be_of_the_strategy(error: Exception, parts: Parts) -> bool:
     """Whether it is worth asking one process, and whether that can be asked."""
+    from ..failure.diagnose import modules_of, part_of
+
     config, group, part = parts.config, parts.group, part_of(error)
     if config.verify is False or not is_cut(config, parts.layout, group.rank_info):
         return False

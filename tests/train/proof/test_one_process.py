@@ -102,10 +102,8 @@ def test_random_numbers_that_nobody_can_repeat_are_named(task: type[Task], text:
     assert not verdict.holds
 
 
-def test_activations_that_are_computed_again_from_a_moved_buffer_are_found() -> None:
-    verdict = verdict_of(proved.Normalised(), activation_checkpointing=True)
-    # The repetition may be made right.
-    assert verdict.holds or "--activation-checkpointing" in verdict.problem
+def test_activations_that_are_computed_again_start_from_the_same_buffers() -> None:
+    assert verdict_of(proved.Normalised(), activation_checkpointing=True).holds
 
 
 def test_a_proof_that_would_take_long_is_not_made() -> None:

@@ -49,6 +49,15 @@ class Plain(Task):
         return {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
+class Thawed(Plain):
+    """Its first layer is not trained at first."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("0").requires_grad_(False)
+        return model
+
+
 def with_layer(make: Callable[[], nn.Module]) -> type[Plain]:
     """Make a task whose model has something else between its layers."""
 
@@ -136,7 +145,7 @@ Dropped = with_layer(lambda: nn.Sequential(nn.Dropout(0.5), Noisy()))
 Recurrent = with_layer(Recurrence)
 Experts = with_layer(Choice)
 Parametrized = with_layer(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
-Moving = with_layer(lambda: Averaged(in_place=True))
+Moving = with_layer(lambda: Averaged(reads=False))
 Single = with_layer(Narrow)
 Attentive = with_layer(attention)
 
@@ -300,23 +309,20 @@ class Clamp(nn.Module):
 
 
 class Averaged(nn.Module):
-    """A mean of what was seen, written in place, or for which forward() puts another tensor."""
+    """A mean of what was seen, moved after a pass has read it."""
 
     ema: Tensor
 
-    def __init__(self, *, in_place: bool) -> None:
+    def __init__(self, *, reads: bool, saved: bool = True) -> None:
         super().__init__()
-        self.in_place = in_place
-        self.register_buffer("ema", torch.zeros(WIDTH))
+        self.reads = reads
+        self.register_buffer("ema", torch.zeros(WIDTH), persistent=saved)
 
     def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.tanh(x - self.ema if self.reads else x)
         if self.training:
-            new = 0.9 * self.ema + 0.1 * x.detach().mean(0)
-            if self.in_place:
-                self.ema.copy_(new)
-            else:
-                self.ema = new
-        return torch.tanh(x)
+            self.ema.copy_(0.9 * self.ema + 0.1 * x.detach().mean(0))
+        return outputs
 
 
 class Normalised(Plain):
@@ -366,16 +372,11 @@ class Hooked(Plain):
         return model
 
 
-def evaluating() -> nn.Module:
-    """Make a layer in evaluation mode."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval()
-
-
 Followed = with_layer(Teacher)
 Clamped = with_layer(Clamp)
-Replaced = with_layer(lambda: Averaged(in_place=False))
+Passing = with_layer(lambda: Averaged(reads=True))
+Drifting = with_layer(lambda: Averaged(reads=True, saved=False))
 Counted = with_layer(Counter)
-EvaluatingNorm = with_layer(evaluating)
 
 
 # Right in one process, and an error elsewhere.
