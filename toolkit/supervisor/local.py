@@ -7,33 +7,30 @@ import contextlib
 import glob
 import os
 import random
-import re
 import shutil
 import signal
 import socket
 import sys
 import time
 from types import MappingProxyType
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import List, Mapping, NamedTuple, Optional, Sequence
 
-from .attempt import Attempt, Refused, folder_of, open_attempt
+from .attempt import Attempt, Refused, folder_of, open_attempt, with_number
 from .evidence.files import open_regular, read
 from .evidence.first_error import Attempt as Starts
-from .evidence.first_error import Failure, alike, from_line, last_failure, repeated_failure
+from .evidence.first_error import Failure, from_line, last_failure
 from .evidence.outcome import read_outcome
+from .evidence.repeats import RepeatedStarts, failed_as_before
 from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, report_lines
 from .notify import Event, Notifier, Receivers
-from .policy import NO_PROGRESS_STATUS, Evidence, Limits, Verdict, decide, judge
+from .policy import NO_PROGRESS_STATUS, Evidence, Limits, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
 from .watchdog_files import write_watchdog
 
 AGAIN = "started again"
 STOP_MARGIN_S = 10
 """How much longer than `stop.grace` a torchrun may take to stop before it is told again."""
-
-ECHO_S = 60
-"""How long one waits for the error of which another one is the echo: its files may come late."""
 
 _KILLED = frozenset((134, 135, 137, 139))
 """Exit statuses of a torchrun that was killed, by SIGABRT, SIGBUS, SIGKILL or SIGSEGV."""
@@ -94,9 +91,7 @@ class LocalAttempt(Evidence):
         self.children = Children(options.grace_s + STOP_MARGIN_S)
         self.notifier = Notifier(options.receivers, options.job, options.run_dir)
         self.compares = bool(options.restarts or options.limits.requeue)
-        self._looked_at: Dict[str, List[str]] = {}
-        self._echo: Optional[Failure] = None
-        self._echo_s = 0.0
+        self.repeats = RepeatedStarts(self._torchruns, self._starts)
         self._reports: Optional[List[str]] = None
 
     # ---- The attempt
@@ -110,7 +105,7 @@ class LocalAttempt(Evidence):
         while self.children.look():
             self._heed_signals()
             if self.options.restarts > 1 and not self.stopping:
-                failure = self._repeated_in_job(all_ended=False)
+                failure = self.repeats.look(all_ended=False)
                 if failure is not None:  # torchrun would start the workers again
                     self.attempt.write("repeated", failure.line())
                     self.children.status = self.children.status or 1
@@ -159,7 +154,7 @@ class LocalAttempt(Evidence):
             "TRAIN_ATTEMPT": str(attempt.number),
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
         }
-        words = [self._filled_in(word) for word in options.command]
+        words = [with_number(word, attempt.number) for word in options.command]
         port = free_port(*options.ports)
         for node, devices in enumerate(options.devices):
             self._heed_signals()
@@ -177,10 +172,6 @@ class LocalAttempt(Evidence):
             )
         if self.stopping:  # a signal came meanwhile
             self.children.stop()
-
-    def _filled_in(self, word: str) -> str:
-        """Return a word of the command with the attempt's number in it."""
-        return re.sub(r"(?<!\$)\$\{TRAIN_ATTEMPT\}", str(self.attempt.number), word)
 
     def _heed_signals(self) -> None:
         for number in self.signals.take():
@@ -204,13 +195,9 @@ class LocalAttempt(Evidence):
         step = self.outcome.step if self.outcome else ""
         if self.outcome is not None:
             self.attempt.write("step", step)
-        decision = decide(
-            verdict.word,
-            self.attempt.made(verdict.word, int(step) if step.isdigit() else None),
-            self.options.limits,
-            again=AGAIN,
-            best=self.attempt.best_before(),
-        )
+        made = self.attempt.made(verdict.word, int(step) if step.isdigit() else None)
+        counts = count(made, self.attempt.best_before())
+        decision = decide(verdict.word, counts, self.options.limits, again=AGAIN)
         if decision.again:
             self.attempt.write("start_again", "")
         if decision.word == "done":
@@ -300,39 +287,13 @@ class LocalAttempt(Evidence):
             self.attempt.write("first_error", now.line())
         if not self.compares:
             return None
-        repeated = self._repeated_in_job(all_ended=True)
-        if repeated is not None or now is None:
-            return repeated
-        for number in range(self.attempt.number - 1, self.attempt.since - 1, -1):
-            before = read(folder_of(self.options.run_dir, number) + "/first_error", 4096)
-            if alike(from_line(before), now, in_a_row=True):
-                return now
-            # Where no step is known, the attempts in between may have made progress.
-            if now.kind != "fault" and not now.step[:1].isdigit():
-                break
-        return None
+        numbers = range(self.attempt.number - 1, self.attempt.since - 1, -1)
+        earlier = (folder_of(self.options.run_dir, number) + "/first_error" for number in numbers)
+        return self.repeats.look(all_ended=True) or failed_as_before(now, earlier)
 
-    def _repeated_in_job(self, *, all_ended: bool) -> Optional[Failure]:
-        """Return how the ranks of one torchrun failed alike in two starts, if they have."""
-        for folder in sorted(glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")):
-            if not os.path.isdir(folder + "attempt_1"):
-                continue
-            files = sorted(
-                glob.glob(glob.escape(folder) + "attempt_*")
-                + glob.glob(glob.escape(folder) + "attempt_*/*/error.json")
-            )
-            if self._looked_at.get(folder) == files and not all_ended:
-                continue  # the same files have the same errors
-            self._looked_at[folder] = files
-            failure = repeated_failure(self._starts(), folder.rstrip("/"), all_ended=all_ended)
-            if failure is None:
-                continue
-            if not failure.message.endswith("another one"):
-                return failure
-            self._echo = failure  # another node, whose files may come late, has the cause
-            self._echo_s = self._echo_s or time.monotonic()
-        late = self._echo_s and time.monotonic() >= self._echo_s + ECHO_S
-        return self._echo if all_ended or late else None
+    def _torchruns(self) -> List[str]:
+        """Return the folders of all torchruns."""
+        return glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")
 
 
 def secret_in(path: str) -> str:
