@@ -14,11 +14,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.train.support.ladder import Case, climb
-from tests.train.support.making import trainer_for
+from tests.train.support.making import refusal, trainer_for
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch
-from train.errors import UsageError
 from train.parallel.pipeline import split
 from train.parallel.sparse_exchange import SparseGradients
 from train.rundir.console import Console
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 NAME = f"{__file__}:"
-PLAIN: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "steps": 3}
+PLAIN: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0}
 
 
 class Deep(Task):
@@ -175,19 +174,6 @@ class Weighing(Deep):
         return loss
 
 
-def refusal(rank: int, ranks: int, folder: Path, task: str, chosen: dict[str, object]) -> str:
-    """Make up to a first step; give the reason why it is refused, '' if it is not."""
-    try:
-        chosen = {**PLAIN, "task": NAME + task, **chosen}
-        trainer = trainer_for(rank, ranks, folder, **chosen)
-        if ranks > 1:
-            trainer.strategy.warm_up(trainer.train.take(torch.arange(4)))
-        trainer.train_step()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 DDP: dict[str, object] = {"strategy": "ddp"}
 ZERO_BUBBLE: dict[str, object] = {
     "strategy": "pp", "micro_batch": 2, "pp_schedule": "ZBVZeroBubble",
@@ -273,7 +259,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
 def refusals(rank: int, folder: Path) -> tuple[list[str], list[list[float]]]:
     """What each case says; and the mean of gradients where rank 1 has used no row."""
     said = [
-        refusal(rank, 2, folder / f"{number}", task, chosen)
+        refusal(rank, 2, folder / f"{number}", steps=1, **PLAIN | {"task": NAME + task} | chosen)
         for number, (task, chosen, _) in enumerate(REFUSED)
     ]
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
@@ -304,8 +290,10 @@ def test_what_a_strategy_cannot_take_is_refused_by_name(tmp_path: Path) -> None:
 def test_sparse_gradients_are_refused_before_a_step_where_an_option_cannot_take_them(
     tmp_path: Path, chosen: dict[str, object], flags: str
 ) -> None:
-    assert refusal(0, 1, tmp_path, "Words", chosen) == SPARSE.format(flags)
-    by_hand = refusal(0, 1, tmp_path, "ByHand", {"momentum": 0.9})
+    words = {**PLAIN, "task": f"{NAME}Words", **chosen}
+    assert refusal(0, 1, tmp_path, **words) == SPARSE.format(flags)
+    rows = {**PLAIN, "task": f"{NAME}ByHand", "momentum": 0.9}
+    by_hand = refusal(0, 1, tmp_path, steps=1, **rows)
     assert by_hand.startswith("task 'deep': parameter 'rows' has sparse gradients, which do not go")
 
 

@@ -11,11 +11,10 @@ import torch
 
 from tests.train.support import strange
 from tests.train.support.ladder import Case, climb
-from tests.train.support.making import trainer_for
+from tests.train.support.making import refusal
 from tests.train.support.ranks import on_ranks
 from tests.train.support.whole_runs import run
 from train.cli.config import Config
-from train.errors import UsageError
 
 # Double precision has 2.2e-16; a fault is six orders and more above this.
 MOST = 1e-12
@@ -156,16 +155,10 @@ SHARED_BY_STAGES = (
 
 def refusals(rank: int, ranks: int, folder: Path, cases: Sequence[tuple[Any, ...]]) -> list[str]:
     """What each case says before its first step is made."""
-    found = []
-    for number, (task, chosen, _) in enumerate(cases):
-        try:
-            trainer = trainer_for(rank, ranks, folder / str(number), task=TASK + task, **chosen)
-            trainer.resume()
-            trainer.train_step()
-            found.append("nothing")
-        except UsageError as error:
-            found.append(str(error))
-    return found
+    return [
+        refusal(rank, ranks, folder / str(number), steps=1, task=TASK + task, **chosen)
+        for number, (task, chosen, _) in enumerate(cases)
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, REFUSED), (4, [SHARED_BY_STAGES])])
