@@ -104,6 +104,13 @@ def deep_with(change: Callable[[nn.Module], object]) -> type[Deep]:
     return Changed
 
 
+def tie(model: nn.Module) -> None:
+    """Tie the first and the last of three layers that are a stage, of twelve."""
+    for number in range(4, 12):
+        model.add_module(str(number), nn.Linear(4, 4))
+    model.get_submodule("5").weight = model.get_parameter("3.weight")
+
+
 def extra(value: Tensor) -> Callable[[nn.Module], object]:
     return lambda model: model.get_submodule("2").register_parameter("extra", nn.Parameter(value))
 
@@ -112,6 +119,7 @@ Parametrized = deep_with(lambda model: parametrizations.weight_norm(model.get_su
 Mixed = deep_with(extra(torch.zeros(4, dtype=torch.float16)))
 Hollow = deep_with(extra(torch.zeros(0, 4)))
 Hooked = deep_with(lambda model: model.set_submodule("1", Hooking(4, 4)))
+Tied = deep_with(tie)
 Repeating = deep_with(lambda model: model.set_submodule("1", Checkpointing(4, 4)))
 Watched = deep_with(
     lambda model: model.get_submodule("1").register_full_backward_hook(lambda *_: None)
@@ -242,6 +250,13 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "--pp-schedule ZBVZeroBubble: the model of task 'deep' checkpoints its activations in "
         "layer '1' with use_reentrant=True, but the backward pass of this schedule goes through a "
         "stage in two parts; use another --pp-schedule, such as 1F1B",
+    ),
+    (
+        "Tied",
+        ZERO_BUBBLE,
+        "--pp-schedule ZBVZeroBubble: the model of task 'deep' uses parameter '3.weight' before "
+        "and after others of a stage, but the backward pass of this schedule goes through a stage "
+        "in two parts; use another --pp-schedule, such as 1F1B",
     ),
     ("Repeating", {"strategy": "pp", "micro_batch": 4}, ""),
     ("Hollow", DDP, ""),
