@@ -46,13 +46,13 @@ class Pool:
                 connection.send((list(argv), variables, str(output(folder, rank))))
             statuses = self._statuses(members)
             if any(statuses) or None in statuses or self._jobs[ranks] >= MOST_JOBS:
-                self._end(ranks)
+                self.end(ranks)
             return Ended(statuses=tuple(statuses), output=outputs(folder))
 
     def close(self) -> None:
         """End all ranks."""
         for ranks in list(self._ranks):
-            self._end(ranks)
+            self.end(ranks)
 
     def _statuses(self, members: Sequence[tuple[BaseProcess, Connection]]) -> list[int | None]:
         statuses: dict[int, int | None] = {}
@@ -70,7 +70,8 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + echoes)
         return [statuses.get(rank) for rank in range(len(members))]
 
-    def _end(self, ranks: int) -> None:
+    def end(self, ranks: int) -> None:
+        """End ranks of this number, and with them their hold of a run directory."""
         for process, connection in self._ranks.pop(ranks):
             connection.close()
             process.kill()
