@@ -151,7 +151,6 @@ REFUSED_ON_FOUR: list[tuple[str, dict[str, Any], str]] = [
         "Tied", {"pp": 2, "dp_shard": 2, "pp_schedule": "DualPipeV", "micro_batch": 1},
         "parameter 'embed.symbols.weight' (also 'head.project.weight') is shared by stages 0 and 3",
     ),
-    ("Clamping", {"dp_replicate": 2, **PP}, "writes 1.weight, between the forward and the backwar"),
 ]  # fmt: skip
 
 

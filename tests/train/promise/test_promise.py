@@ -59,6 +59,10 @@ FAILED_ONCE = {
     "a buffer that moves under micro-batches": (
         ("own function", "scale by step"), ZERO_BUBBLE, "refused",
     ),
+    "a write in a stage whose ranks keep the parameters gathered": (
+        ("clamped weight",), ("--pp", "2", "--pp-schedule", "GPipe", *THREE, "--dp-replicate", "2"),
+        "refused",
+    ),
     "a layer that normalises by the batch, in a pass of one sample": (
         ("batch norm without statistics",), ("--pp", "2", "--pp-schedule", "1F1B", *THREE),
         "refused",

@@ -252,21 +252,6 @@ class Factor(nn.Module):
         return inputs * self.factor
 
 
-class Clamped(nn.Linear):
-    """A layer that writes its weight before it uses it."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.2, 0.2)
-        return super().forward(inputs)
-
-
-class Clamping(Table):
-    def model(self) -> nn.Module:
-        last = nn.Linear(FEATURES, CLASSES)
-        return nn.Sequential(linear(), Clamped(FEATURES, FEATURES), linear(), last)
-
-
 class Beside(Skipping):
     """The model does something that is in none of its pieces."""
 
