@@ -9,6 +9,7 @@ wire, and all have the same to do.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from ..errors import UsageError, is_collateral
 from ..layers import CausalAttention, Placed
 from ..model.trees import Tree, mapped, named, tensors_of
 from ..runtime.process_group import arrange
-from ..tasks.base import item_count
+from ..tasks.base import item_count, sketch_of
 from . import pieces
 from .base import Parts, full
 from .layout import Layout
@@ -134,7 +135,7 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
             "--cp"
         )
     # A stage of a pipeline may well have none, the whole model may not.
-    models = [model] if layout.pp == 1 else [model, parts.sketch(torch.device("meta"))]
+    models = [model] if layout.pp == 1 else [model, sketch_of(copy(parts.task))]
     if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
         raise UsageError(
             f"--cp {layout.cp}: the model of task '{name}' has no train.layers.CausalAttention, "

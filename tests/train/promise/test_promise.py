@@ -102,6 +102,13 @@ def test_a_sparse_layer_trains_behind_others_and_where_the_loss_reads_it(
     assert judged.kept == "equal", judged
 
 
+def test_stages_with_a_part_of_each_sequence_need_no_model_on_meta(pool: Pool) -> None:
+    model = Model(blocks=(("attention",), ("mlp", "orthogonal")), time=True)
+    layout = layout_of("--pp", "2", "--pp-schedule", "1F1B", *THREE, "--cp", "2")
+    judged = judge(Draw(model=model, layout=LAYOUTS[layout]), pool)
+    assert judged.kept == "equal", judged
+
+
 def test_naming_the_dropout_layers_leaves_a_model_that_the_task_holds_alone(pool: Pool) -> None:
     model = Model(blocks=(("linear", "no dropout"),), loss="reads weights")
     judged = judge(Draw(model=model, layout=Layout(ranks=1, flags=("--dropout", "0.0"))), pool)
