@@ -7,7 +7,6 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,11 @@ class Judgement:
     output: str = field(default="", repr=False)
 
 
-def draw(seed: int, *, without: Container[str] = ()) -> Draw:
-    """Draw a training `without` some features; a pure function of both."""
+def draw(seed: int) -> Draw:
+    """Draw a training, a pure function of the seed."""
     source = random.Random(seed)
     while True:
-        model, layout = drawn(source, without=without), source.choice(LAYOUTS)
+        model, layout = drawn(source), source.choice(LAYOUTS)
         one = Draw(
             model=model,
             layout=layout,

@@ -6,10 +6,9 @@ written as a file with a task, as a user would write it: what fails is shown as 
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 WIDTH, TIME, SAMPLES, BATCH = 4, 4, 48, 12
@@ -383,8 +382,6 @@ LOSSES: dict[str, tuple[str, str]] = {
     ),
     "contrastive": ("", "-(outputs @ targets.mT).log_softmax(-1).diagonal().sum()"),
 }
-OPEN: dict[str, str] = {}
-"""Features and losses that the gate does not draw, as a finding about them is open."""
 ROOTS = ("sequential", "pieces", "whole")
 INPUTS, OUTPUTS = ("tensor", "dict", "pair"), ("tensor", "dict", "pair")
 
@@ -406,9 +403,6 @@ class Model:
     @property
     def features(self) -> set[str]:
         return {name for block in self.blocks for name in block}
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
 
     @property
     def is_random(self) -> bool:
@@ -442,29 +436,26 @@ class Model:
                 yield replace(self, **changes)
 
 
-def drawn(source: random.Random, *, without: Container[str] = ()) -> Model:
-    """Draw a model `without` some features and losses."""
+def drawn(source: random.Random) -> Model:
+    """Draw a model."""
     time = source.random() < 0.3
     names = [
         name
         for name, feature in FEATURES.items()
-        if name not in without and not (time and feature.flat)
-        and (time or name != "attention")
+        if not (time and feature.flat) and (time or name != "attention")
     ]  # fmt: skip
-    usual = ("linear", "mlp", "layer norm", *(("attention",) if time else ()))
-    plain = [name for name in usual if name not in without]
+    plain = ["linear", "mlp", "layer norm", *(["attention"] if time else [])]
     blocks = []
     for _ in range(source.choice([2, 3, 4, 4, 5])):
         # Most blocks are ordinary: with everything at once, all models would be refused.
         some = [source.choice(plain)]
         some += source.sample(names, source.choice([0, 0, 0, 0, 1, 1, 2]))
         blocks.append(tuple(dict.fromkeys(some)))
-    losses = [name for name in LOSSES if name not in without]
     return Model(
         blocks=tuple(blocks),
         links=(source.choice([*LINKS]),) if source.random() < 0.2 else (),
         root=source.choice(ROOTS[:2]) if source.random() < 0.8 else "whole",
-        loss="sum" if source.random() < 0.8 else source.choice(losses),
+        loss="sum" if source.random() < 0.8 else source.choice([*LOSSES]),
         inputs=source.choice([*INPUTS[:1] * 3, *INPUTS]),
         outputs=source.choice([*OUTPUTS[:1] * 3, *OUTPUTS]),
         time=time,

@@ -22,7 +22,7 @@ from tests.train.promise.check import (
     possible,
     shown,
 )
-from tests.train.promise.grammar import FEATURES, LOSSES, OPEN, Model, source_of
+from tests.train.promise.grammar import FEATURES, LOSSES, Model, source_of
 from tests.train.promise.pool import Pool
 
 FIRST, COUNT = 1000, 20
@@ -39,7 +39,7 @@ def pool() -> Iterator[Pool]:
 def test_what_is_trained_equals_plain_torch_or_is_refused_by_name(pool: Pool, count: int) -> None:
     kept = Counter[str]()
     for seed in range(FIRST, FIRST + count):
-        judged = judge(one := draw(seed, without=OPEN), pool)
+        judged = judge(one := draw(seed), pool)
         assert not judged.broken, shown(one, judged)
         kept[judged.kept] += 1
     # Neither of both for want of trying.
@@ -120,7 +120,6 @@ def test_everything_is_drawn() -> None:
     assert {name for one in draws for name in one.model.features} == FEATURES.keys()
     assert {one.model.loss for one in draws} == LOSSES.keys()
     assert {one.layout for one in draws} == {*LAYOUTS}
-    assert OPEN.keys() <= FEATURES.keys() | LOSSES.keys()
 
 
 def test_a_difference_is_found_and_the_model_made_small() -> None:
