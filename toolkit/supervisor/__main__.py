@@ -1,13 +1,15 @@
-"""The command line: `python3 -m toolkit.supervisor local RUN_DIR OPTIONS -- torchrun …`."""
+"""The command line: `python3 -m toolkit.supervisor ROLE FOLDER OPTIONS -- torchrun …`."""
 
 import argparse
 import os
 import sys
 from typing import List, Optional
 
-from . import local
+from . import batch, local, node
+from .containers import NOT_STARTED, Container
 from .notify import Receivers
 from .policy import Limits
+from .supervised import Policy
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -25,37 +27,81 @@ def main(argv: Optional[List[str]] = None) -> int:
     here.add_argument("--static", action="store_true", help="the rendezvous is static")
     here.add_argument("--need", action="append", default=[], help="a folder that must exist")
     _add_policy(here)
+    _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
+    _add_node(roles.add_parser("node", help="one node of a Slurm step"))
     end = words.index("--") if "--" in words else len(words)
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command:
         parser.error("torchrun and its arguments must follow a '--'")
+    if given.role == "node":
+        return node.main(_node_options(given, command))
     first, _, count = given.ports.partition("+")
+    ports = (int(first), int(count))
+    if given.role == "batch":
+        return batch.main(
+            batch.Options(
+                run_dir=given.run_dir,
+                mode=given.mode,
+                command=command,
+                ports=ports,
+                policy=_policy(given),
+                fewest=given.min_nodes,
+                most=given.max_nodes,
+                point=given.point,
+                takes_turns=given.takes_turns,
+                programs=given.need_program,
+                early=given.signals.split(),
+            )
+        )
     return local.main(
         local.Options(
-            job=given.job,
             run_dir=given.run_dir,
             mode=given.mode,
             command=command,
             devices=given.devices or [""],
-            ports=(int(first), int(count)),
+            ports=ports,
             static=given.static,
-            needs=given.need,
-            restarts=given.restarts,
-            limits=Limits(given.requeues, given.no_progress, given.preemptions),
-            grace_s=given.grace,
-            stall=given.stall,
-            protect_children=given.protect_children,
-            secrets=given.secret,
-            secret_files=dict(word.partition("=")[::2] for word in given.secret_file),
-            receivers=Receivers(
-                events=given.notify_on.split(",") if given.notify_on else (),
-                webhook=os.environ.pop("_notify_webhook", ""),
-                webhook_file=given.notify_webhook_file,
-                variable=given.notify_variable,
-                command=os.environ.pop("_notify_command", ""),
-                secrets=[*given.secret, *(word.partition("=")[0] for word in given.secret_file)],
-            ),
+            policy=_policy(given),
         )
+    )
+
+
+def _add_batch(role: argparse.ArgumentParser) -> None:
+    """Add what the program on Slurm's batch host is told."""
+    role.add_argument("run_dir")
+    role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain"])
+    role.add_argument("--job", required=True, help="the job's name")
+    role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
+    role.add_argument("--min-nodes", type=int, default=0, help="of an elastic job")
+    role.add_argument("--max-nodes", type=int, default=0, help="of an elastic job")
+    role.add_argument("--point", default="", help="of a sweep, its name")
+    role.add_argument("--takes-turns", action="store_true", help="jobs may continue it in turn")
+    role.add_argument("--need", action="append", default=[], help="a file or folder")
+    role.add_argument("--need-program", action="append", default=[], help="one of NAME,NAME")
+    role.add_argument("--signals", default="", help="that came before: USR1 USR2 TERM")
+    _add_policy(role)
+
+
+def _policy(given: argparse.Namespace) -> Policy:
+    secret_files = dict(word.partition("=")[::2] for word in given.secret_file)
+    return Policy(
+        job=given.job,
+        restarts=given.restarts,
+        limits=Limits(given.requeues, given.no_progress, given.preemptions),
+        grace_s=given.grace,
+        stall=given.stall,
+        protect_children=given.protect_children,
+        needs=given.need,
+        secrets=given.secret,
+        secret_files=secret_files,
+        receivers=Receivers(
+            events=given.notify_on.split(",") if given.notify_on else (),
+            webhook=os.environ.pop("_notify_webhook", ""),
+            webhook_file=given.notify_webhook_file,
+            variable=given.notify_variable,
+            command=os.environ.pop("_notify_command", ""),
+            secrets=[*given.secret, *secret_files],
+        ),
     )
 
 
@@ -77,6 +123,55 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
     role.add_argument("--secret", action="append", default=[], help="a variable that must be set")
     role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
+
+
+def _add_node(role: argparse.ArgumentParser) -> None:
+    """Add what a node of a Slurm step is told."""
+    role.add_argument("logs", help="the attempt's folder")
+    role.add_argument("--variable", action="append", default=[], help="NAME=VALUE, for the ranks")
+    role.add_argument("--static", action="store_true", help="the rendezvous is static")
+    role.add_argument("--join-timeout", type=int, default=600, help="seconds, of the rendezvous")
+    role.add_argument("--stall", default="never", help="seconds, learned or never")
+    role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--elastic", action="store_true", help="the others go on without this node")
+    role.add_argument("--joins", action="store_true", help="a job of its own that joins a run")
+    role.add_argument("--restarts", type=int, default=0, help="of torchrun on this node alone")
+    role.add_argument("--runtime", default="bare", choices=["bare", *NOT_STARTED])
+    role.add_argument("--image", default="")
+    role.add_argument("--name", default="torchrun", help="the container's, and a number")
+    role.add_argument("--mount", action="append", default=[], help="SOURCE:TARGET[:ro]")
+    role.add_argument("--workdir", default="", help="in the container")
+    role.add_argument("--gpus", action="store_true", help="the container sees the step's")
+    role.add_argument("--shm", default="0", help="size of /dev/shm for podman")
+    role.add_argument("--container-option", action="append", default=[], help="of the runtime")
+    role.add_argument("--secret", action="append", default=[], help="a variable for the container")
+
+
+def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options:
+    container = Container(
+        runtime=given.runtime,
+        image=given.image,
+        name=given.name,
+        mounts=given.mount,
+        workdir=given.workdir,
+        gpus=given.gpus,
+        shm=given.shm,
+        options=given.container_option,
+        secrets=given.secret,
+    )
+    return node.Options(
+        logs=given.logs,
+        command=command,
+        variables=given.variable,
+        static=given.static,
+        join_timeout_s=given.join_timeout,
+        stall=given.stall,
+        protect_children=given.protect_children,
+        elastic=given.elastic,
+        joins=given.joins,
+        restarts=given.restarts,
+        container=None if given.runtime == "bare" else container,
+    )
 
 
 if __name__ == "__main__":
