@@ -321,10 +321,11 @@ def test_apptainer_is_told_mounts_image_and_names_and_the_job_trains(
         assert words[: words.index("torchrun")][:14] == [
             *("exec", "--cleanenv", "--no-home", "--nv"),
             *("--bind", "/usr/share/zoneinfo:/data:ro"),
-            *("--bind", f"{run.run_dir}:{run.run_dir}"),
-            *("--pwd", "/workspace", "--writable-tmpfs", str(sif), "env"),
-            f"TRAIN_RUN_DIR={run.run_dir}",
+            *("--bind", f"{run.run_dir}:{run.run_dir}", "--bind", words[9]),
+            *("--pwd", "/workspace", "--writable-tmpfs", str(sif)),
         ]
+        assert re.fullmatch(r"(/tmp/supervisor\.\w+):\1", words[9])
+        assert words[14:16] == ["env", f"TRAIN_RUN_DIR={run.run_dir}"]
         assert "pa55" not in "".join(words)
 
 
@@ -348,7 +349,7 @@ def test_pyxis_is_told_mounts_image_and_names_and_the_job_trains(
     )
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     words = (record / "srun").read_text().splitlines()
-    assert words[: words.index("bash")] == [
+    assert words[: words.index("python3")] == [
         *("--export=ALL", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
         "--container-image=registry.example.com#team/train:v2",
         "--no-container-mount-home",

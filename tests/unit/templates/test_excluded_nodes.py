@@ -1,13 +1,9 @@
-"""A batch script and its nodes: the first failure, the excluded nodes, the signalled nodes."""
+"""A batch script and its nodes: the first failure, and the excluded nodes."""
 
-import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import toolkit
 from tests.support.ending_job import Job
 
 
@@ -184,38 +180,3 @@ def test_where_srun_names_no_node_it_is_one_whose_task_has_not_begun(job: Job) -
     job.conclude(233, printed=LAUNCH_FAILED.format(0, "n1"))
     assert job.reason.startswith("retryable: srun could not start on n2 (exit status 233); ")
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
-
-
-# ---- One node's part
-
-
-@pytest.mark.parametrize("nnodes", [2, {"min": 1, "max": 2}])
-@pytest.mark.parametrize("stopping", [True, False])
-def test_a_stop_that_came_before_a_node_could_hear_it_is_heard(
-    nnodes: Any, stopping: bool, tmp_path: Path
-) -> None:
-    """srun drops a signal that comes before its tasks have started; the mark in the file stays."""
-    job = toolkit.JobSpec.model_validate(
-        {
-            "name": "a",
-            "module": "m",
-            "resources": {"nnodes": nnodes},
-            "retries": {"in_job": 3},
-        }
-    )
-    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
-    text = script.partition("#==== node.sh\n")[2].partition("\n#==== ")[0]
-    (tmp_path / "node.sh").write_text(text)
-    if stopping:
-        (tmp_path / "stopping").write_text("cancelled\n")
-    names = ("SLURM_NODEID", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURMD_NODENAME")
-    done = subprocess.run(
-        ["bash", tmp_path / "node.sh", tmp_path, "touch", tmp_path / "trained"],
-        env={**os.environ, **dict.fromkeys(names, "0")},
-        check=False,
-    )
-    assert done.returncode == 0  # to srun no failed node, which would end the others
-    assert (tmp_path / "trained").exists() is not stopping
-    assert (tmp_path / "stopped-0").exists() is stopping
-    if stopping:
-        assert (tmp_path / "stopped-0").read_text() == "1\n"

@@ -339,9 +339,9 @@ def test_a_cancel_that_came_while_the_job_was_being_queued_again_is_known(
     assert (run_dir / "logs/attempt-1/reason").read_text().startswith(reason)
 
 
-SED = """#!/bin/sh
-case "$*" in *node.sh*) kill -TERM $PPID; %s ;; esac
-exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
+PROGRAM = """#!/bin/sh
+case "$*" in */attempt--1/reserve | *begin-nodes*) kill -TERM $PPID; {then} ;; *) {later} ;; esac
+exec /usr/bin/env -S PATH=/usr/bin:/bin {name} "$@"
 """
 
 
@@ -363,12 +363,12 @@ def test_scancel_while_the_script_begins_is_no_success(
     tmp_path: Path, then: str, later: str, requeue: int, reason: str
 ) -> None:
     environ = fake_slurm.install(tmp_path, nodes=1)
-    sed = tmp_path / "bin/sed"  # with which the script writes what runs on the nodes
-    sed.write_text(SED % then)
-    sed.chmod(0o755)
-    rm = tmp_path / "bin/rm"  # which the script calls after that
-    rm.write_text(f'#!/bin/sh\n{later}\nexec /bin/rm "$@"\n')
-    rm.chmod(0o755)
+    for name in ("rm", "sed"):  # which the script calls as it begins, rm once more at its end
+        program = tmp_path / "bin" / name
+        program.write_text(
+            PROGRAM.format(name=name, then=then, later=later if name == "rm" else ":")
+        )
+        program.chmod(0o755)
     script = tmp_path / "script.sh"
     job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
     script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
