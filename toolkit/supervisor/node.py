@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -22,6 +21,7 @@ from . import containers
 from .containers import Container
 from .evidence.files import read
 from .evidence.memory import oom_kills, peak_kb, ranks_below
+from .own_folder import OwnFolder
 from .process import Signals, status_of
 from .watchdog_files import write_watchdog
 
@@ -37,9 +37,6 @@ second, since they write on one file server."""
 
 PAUSE_S = 5.0
 """How long a torchrun that has ended on one node alone waits before it starts again."""
-
-FOLDER = "/tmp"
-"""Where the programs that ranks start with are: no file server has to be there for them."""
 
 
 class Options(NamedTuple):
@@ -110,7 +107,7 @@ class Node:
             0.0,
             0.0,
         )
-        self._folder = ""
+        self._folder = OwnFolder()
         self._lifeline: Optional[Tuple[int, int]] = None
         self._kills = self._kills_before = 0
         self._peak, self._peak_kb = "", 0
@@ -205,8 +202,7 @@ class Node:
 
     def close(self) -> None:
         """Remove the programs."""
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _heed_signals(self) -> bool:
         """Return whether this node is to stop."""
@@ -279,7 +275,7 @@ class Node:
         pattern = "TRAIN_LOG_PATTERN"
         try:
             start = write_watchdog(
-                os.path.join(self._own_folder(), "watchdog"),
+                self._folder.path("watchdog"),
                 watches=watches,
                 reads_steps=pattern in self.environ
                 or any(one.startswith(pattern + "=") for one in options.variables),
@@ -290,20 +286,11 @@ class Node:
             return []
         return ["sh", start, options.stall]
 
-    def _own_folder(self) -> str:
-        """Return a folder of this process alone, on this node.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        self._folder = self._folder or tempfile.mkdtemp(prefix="supervisor.", dir=FOLDER)
-        return self._folder
-
     def _in_apptainer(
         self, container: Container, command: Sequence[str], node: containers.Node
     ) -> Tuple[List[str], Dict[str, str]]:
         """Return the command that runs another one in a container, and its environment."""
-        node = node._replace(folders=[*node.folders, *filter(None, [self._folder])])
+        node = node._replace(folders=[*node.folders, *filter(None, [self._folder.made])])
         found = filter(None, map(shutil.which, containers.APPTAINERS))
         program = next(found, containers.APPTAINERS[0])
         environ = containers.apptainer_environ(program, container, node)
@@ -321,7 +308,7 @@ class Node:
         try:
             containers.remove_containers_of_earlier_boots(node.boot)
             nowhere = containers.is_nowhere(container.image)
-            inside = os.path.join(self._own_folder(), "inside.sh")
+            inside = self._folder.path("inside.sh")
             source = pkgutil.get_data("toolkit.supervisor", "inside.sh")
             assert source is not None
             with open(inside, "wb") as file:
@@ -333,8 +320,8 @@ class Node:
             raise CannotStart("fatal", why, containers.NOT_STARTED["podman"])
         # The container ends when its stdin closes (inside.sh): when this process is gone.
         self._lifeline = os.pipe()
-        node = node._replace(folders=[*node.folders, self._folder])
-        argv = containers.podman_argv(container, node, os.path.join(self._folder, "conmon"))
+        node = node._replace(folders=[*node.folders, self._folder.made])
+        argv = containers.podman_argv(container, node, self._folder.path("conmon"))
         return [*argv, "sh", inside, *command], dict(node.environ)
 
     # ---- Memory
@@ -344,7 +331,7 @@ class Node:
 
         It would start them again, to the same end.
         """
-        conmon = read(os.path.join(self._folder, "conmon"), 100).strip() if self._lifeline else ""
+        conmon = read(self._folder.path("conmon"), 100).strip() if self._lifeline else ""
         # podman's containers are no children of podman.
         ranks = [*ranks_below([os.getpid(), *([int(conmon)] if conmon.isdigit() else [])])]
         for rank in ranks:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Until
+from tests.conftest import ROOT, Until
 from toolkit.supervisor import node as node_module
 from toolkit.supervisor.node import Node, Options, is_reachable
+from toolkit.supervisor.own_folder import OwnFolder, remove_left_folders
 from toolkit.supervisor.process import Signals
 
 ENVIRON = {
@@ -436,9 +437,27 @@ def test_the_programs_of_the_watchdog_are_on_the_node_itself_and_go_with_it(
 def test_a_run_goes_on_where_the_programs_cannot_be_written(
     place: Place, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(node_module, "FOLDER", "/proc/none")
-    assert place.here("exit 0", protect_children=True).run() == 0
+    node = place.here("exit 0", protect_children=True)
+    monkeypatch.setattr(node, "_folder", OwnFolder("/proc/none"))
+    assert node.run() == 0
     assert "n2: the run goes on without a watchdog: " in capsys.readouterr().err
+
+
+def test_what_a_killed_process_has_left_is_removed_and_nothing_that_is_in_use(
+    tmp_path: Path,
+) -> None:
+    place = str(tmp_path)
+    mine = OwnFolder(place)
+    mine.path("x")
+    left = f"from toolkit.supervisor.own_folder import OwnFolder as O; o = O({place!r}); "
+    left += "open(o.path('x'), 'w'); import os; os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", left], check=False, cwd=ROOT)
+    (tmp_path / "supervisor.other").mkdir()  # as one is before it has its lock
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_left_folders(place)
+    assert {str(path) for path in tmp_path.iterdir()} == {mine.made, f"{place}/supervisor.other"}
+    mine.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["supervisor.other"]
 
 
 # ---- Containers
