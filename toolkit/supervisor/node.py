@@ -309,7 +309,7 @@ class Node:
             containers.remove_containers_of_earlier_boots(node.boot)
             nowhere = containers.is_nowhere(container.image)
             inside = self._folder.path("inside.sh")
-            source = pkgutil.get_data("toolkit.supervisor", "inside.sh")
+            source = pkgutil.get_data(str(__package__), "inside.sh")
             assert source is not None
             with open(inside, "wb") as file:
                 file.write(source)
