@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -181,7 +181,7 @@ class Job:
         start = Start(str(self.run_dir), self.mode, self.attempt, "", self.takes_turns)
         attempt = Attempt(str(self.run_dir), self.attempt, self.since)
         log = JobLog(str(self.log), self.log.stat().st_size)
-        with handlers_kept():
+        with handlers_kept(), self.log.open("a") as out, redirect_stdout(out), redirect_stderr(out):
             signals = Signals((signal.SIGUSR1, signal.SIGUSR2))
             batch = Ending(options, start, attempt, FakeSlurm(self.cluster), log, signals)
             nodes = self.folder(self.attempt) / "nodes"

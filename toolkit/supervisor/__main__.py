@@ -31,7 +31,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     _add_node(roles.add_parser("node", help="one node of a Slurm step"))
     end = words.index("--") if "--" in words else len(words)
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
-    if not command:
+    if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
     if given.role == "node":
         return node.main(_node_options(given, command))
@@ -51,6 +51,10 @@ def main(argv: Optional[List[str]] = None) -> int:
                 takes_turns=given.takes_turns,
                 programs=given.need_program,
                 early=given.signals.split(),
+                image=given.need_image,
+                refuse=given.refuse,
+                script=given.script,
+                join=given.join,
             )
         )
     return local.main(
@@ -69,7 +73,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 def _add_batch(role: argparse.ArgumentParser) -> None:
     """Add what the program on Slurm's batch host is told."""
     role.add_argument("run_dir")
-    role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain"])
+    role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain", "join"])
+    role.add_argument("join", nargs="*", help="ATTEMPT ENDPOINT JOB_ID of the run to join")
     role.add_argument("--job", required=True, help="the job's name")
     role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
     role.add_argument("--min-nodes", type=int, default=0, help="of an elastic job")
@@ -78,7 +83,10 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
     role.add_argument("--takes-turns", action="store_true", help="jobs may continue it in turn")
     role.add_argument("--need", action="append", default=[], help="a file or folder")
     role.add_argument("--need-program", action="append", default=[], help="one of NAME,NAME")
+    role.add_argument("--need-image", default="", help="a file")
     role.add_argument("--signals", default="", help="that came before: USR1 USR2 TERM")
+    role.add_argument("--refuse", default="", help="why the job has ended before torchrun began")
+    role.add_argument("--script", default="", help="of an elastic job: who joins it runs that, too")
     _add_policy(role)
 
 
@@ -92,7 +100,7 @@ def _policy(given: argparse.Namespace) -> Policy:
         stall=given.stall,
         protect_children=given.protect_children,
         needs=given.need,
-        secrets=given.secret,
+        secrets=given.need_variable,
         secret_files=secret_files,
         receivers=Receivers(
             events=given.notify_on.split(",") if given.notify_on else (),
@@ -100,7 +108,7 @@ def _policy(given: argparse.Namespace) -> Policy:
             webhook_file=given.notify_webhook_file,
             variable=given.notify_variable,
             command=os.environ.pop("_notify_command", ""),
-            secrets=[*given.secret, *secret_files],
+            secrets=[*given.need_variable, *secret_files],
         ),
     )
 
@@ -121,7 +129,7 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
     role.add_argument("--notify-webhook-file", default="")
     role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
-    role.add_argument("--secret", action="append", default=[], help="a variable that must be set")
+    role.add_argument("--need-variable", action="append", default=[], help="a secret")
     role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
 
 
@@ -144,7 +152,7 @@ def _add_node(role: argparse.ArgumentParser) -> None:
     role.add_argument("--gpus", action="store_true", help="the container sees the step's")
     role.add_argument("--shm", default="0", help="size of /dev/shm for podman")
     role.add_argument("--container-option", action="append", default=[], help="of the runtime")
-    role.add_argument("--secret", action="append", default=[], help="a variable for the container")
+    role.add_argument("--pass-variable", action="append", default=[], help="to the container")
 
 
 def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options:
@@ -157,7 +165,7 @@ def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options
         gpus=given.gpus,
         shm=given.shm,
         options=given.container_option,
-        secrets=given.secret,
+        secrets=given.pass_variable,
     )
     return node.Options(
         logs=given.logs,

@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from . import batch_opening
+from . import batch_opening, elastic
 from .attempt import Attempt, Refused, folder_of
 from .batch_evidence import BY_SIGNAL, NOT_REACHED, JobEvidence, Nodes
 from .batch_opening import Failed, NothingToDo, Start
@@ -39,7 +39,7 @@ from .policy import (
 )
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
-from .supervised import Policy
+from .supervised import Policy, filled_in, lacks, preload_secrets
 
 AGAIN = "queued again"
 STOPS = {signal.SIGUSR1: "walltime", signal.SIGUSR2: "cancelled"}
@@ -80,6 +80,14 @@ class Options(NamedTuple):
     """Programs that must be in PATH; of names with a comma between them, one."""
     early: Sequence[str] = ()
     """Names of signals that came before this program has started."""
+    image: str = ""
+    """A container image, if that is a file."""
+    refuse: str = ""
+    """Why the job has ended before torchrun began; empty if it has not."""
+    script: str = ""
+    """The batch script, which jobs that join an elastic one run, too."""
+    join: Sequence[str] = ()
+    """Of a job that joins another one: the attempt, where its ranks meet, and the job's number."""
 
 
 def main(options: Options) -> int:
@@ -92,6 +100,7 @@ def main(options: Options) -> int:
         if not os.environ.get(name):
             say.error(f"not inside a job of Slurm: {name} is not set")
             return 1
+    preload_secrets(options.policy)
     begin = os.environ.pop("_log_begin", "")
     path = batch_opening.log_of_this_process()
     size = int(begin) if begin.isdigit() else os.stat(path).st_size
@@ -103,6 +112,8 @@ def main(options: Options) -> int:
     status = 1
     try:
         _require_mountable(run_dir, options.command)
+        if options.mode == "join":
+            return _join(options, run_dir, slurm, signals, say)
         attempt = batch_opening.open_batch_attempt(start, log)
         status = Batch(options, start, attempt, slurm, log, signals).supervised()
     except Refused as refused:
@@ -119,6 +130,21 @@ def main(options: Options) -> int:
         if attempt and os.path.isdir(attempt.logs):
             attempt.note("exit_status", str(status))
     return status
+
+
+def _join(options: Options, run_dir: str, slurm: Slurm, signals: Signals, say: "Speaker") -> int:
+    """Run a job of one node that joins the run of another job; return the exit status."""
+    number, endpoint, job = options.join
+    attempt = Attempt(run_dir, int(number), 0)
+    obstacle = options.refuse or obstacle_of(options)
+    if obstacle:
+        say.error(obstacle)
+        return 1
+    say(f"{slurm.node_list} joins attempt {number} at {endpoint}")
+    argv = step_argv(
+        options.command, attempt.logs, Meeting(endpoint, job, attempt.number), "--joins"
+    )
+    return elastic.join(argv, step_environ(attempt), slurm, signals, attempt.logs)
 
 
 class Speaker:
@@ -152,6 +178,65 @@ def _require_mountable(run_dir: str, command: Sequence[str]) -> None:
         raise Refused(f"{run_dir}: a container's mounts cannot hold {blanks}':' or ','")
 
 
+def obstacle_of(options: Options) -> str:
+    """Return what keeps a job from starting here."""
+    missing = lacks(options.policy)
+    if missing:
+        return missing
+    if options.image and not os.path.exists(options.image):
+        return f"the image is missing: {options.image}"
+    for names in options.programs:
+        if not any(map(shutil.which, names.split(","))):
+            name = names.partition(",")[0]
+            keys = "'venv' or 'modules'" if name == "torchrun" else "'modules'"
+            return f"{name} is not in PATH; set {keys} in the profile"
+    if any(word.startswith("--container-image") for word in options.command):
+        argv = ["srun", "--help"]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if b"--container-image" not in done.stdout:
+            return "srun knows no --container-image here: the site has no pyxis"
+    return ""
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of an attempt meet."""
+
+    endpoint: str
+    job: str
+    """The job whose attempt it is."""
+    attempt: int
+
+
+def step_argv(command: Sequence[str], logs: str, meeting: Meeting, *more: str) -> List[str]:
+    """Return the command of a step, with what only the supervisor knows.
+
+    Before the first `--` come options of the node and the attempt's folder, and behind torchrun
+    where its ranks meet.
+    """
+    words = list(command)
+    end = words.index("--") if "--" in words else len(words)
+    torchrun = [filled_in(word, meeting.attempt) for word in words[end + 1 :]]
+    own = [
+        f"--rdzv-endpoint={meeting.endpoint}",
+        f"--rdzv-id={meeting.job}-{meeting.attempt}",
+        "--tee=3",
+    ]
+    return [*words[:end], *more, logs, "--", *torchrun[:1], *own, *torchrun[1:]]
+
+
+def step_environ(attempt: Attempt) -> Dict[str, str]:
+    """Return the environment of a step of an attempt."""
+    environ = {
+        **os.environ,
+        "TRAIN_RUN_DIR": attempt.run_dir,
+        "TRAIN_ATTEMPT": str(attempt.number),
+        "TRAIN_ATTEMPT_BEGAN": os.environ.get("TRAIN_ATTEMPT_BEGAN", str(int(time.time()))),
+    }
+    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not inherit it since Slurm 22.05
+        environ["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
+    return environ
+
+
 class Batch(JobEvidence):
     """An attempt, from its beginning to what follows."""
 
@@ -176,6 +261,7 @@ class Batch(JobEvidence):
         """What `stopping` says to the nodes."""
         self.concluding = False
         self.asked: Optional[subprocess.Popen[bytes]] = None
+        self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
         self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
         signal.signal(signal.SIGTERM, self._note_term)
 
@@ -191,11 +277,15 @@ class Batch(JobEvidence):
         finally:
             if self.asked is not None and self.asked.poll() is None:
                 self.asked.kill()
+            if self.nodes.elastic:
+                elastic.cancel_joiners(self.slurm, self.attempt)
 
     def run(self) -> int:
         """Start srun, wait for it, and decide what follows."""
         if batch_opening.is_cancelled(self.start, self.attempt):
             self.stopping = "cancelled"
+        if self.nodes.elastic:
+            elastic.cancel_joiners(self.slurm, self.attempt)  # of an attempt that was killed
         self._link_log()
         self._ask_for_times()
         ended = self.complete_previous()
@@ -203,7 +293,7 @@ class Batch(JobEvidence):
             return ended
         if self._is_stopped():
             return self.conclude(1)
-        obstacle = self.obstacle()
+        obstacle = self.options.refuse or obstacle_of(self.options)
         if obstacle:
             return self.refuse(obstacle)
         names = self.slurm.hostnames(self.slurm.node_list)
@@ -226,25 +316,6 @@ class Batch(JobEvidence):
         self.attempt.note("reason", f"fatal: {why}")
         self.tell("end", "fatal", f"ended: fatal: {why}", tries=3)
         return 1
-
-    def obstacle(self) -> str:
-        """Return what keeps the job from starting here."""
-        missing = super().obstacle()
-        if missing:
-            return missing
-        for names in self.options.programs:
-            if not any(map(shutil.which, names.split(","))):
-                name = names.partition(",")[0]
-                keys = "'venv' or 'modules'" if name == "torchrun" else "'modules'"
-                return f"{name} is not in PATH; set {keys} in the profile"
-        if any(word.startswith("--container-image") for word in self.options.command):
-            argv = ["srun", "--help"]
-            done = subprocess.run(
-                argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-            )
-            if b"--container-image" not in done.stdout:
-                return "srun knows no --container-image here: the site has no pyxis"
-        return ""
 
     def _link_log(self) -> None:
         if self.options.point:
@@ -341,21 +412,9 @@ class Batch(JobEvidence):
             srun.wait()
 
     def argv(self) -> List[str]:
-        """Return the command of the step, with what only the supervisor knows.
-
-        Before the first `--` comes the attempt's folder, and behind torchrun where its ranks meet.
-        """
-        words = [self.filled_in(word) for word in self.options.command]
-        if "--" not in words:
-            return words
-        end = words.index("--")
-        head, torchrun = words[:end], words[end + 1 :]
-        own = [
-            f"--rdzv-endpoint={self.endpoint()}",
-            f"--rdzv-id={self.slurm.job}-{self.attempt.number}",
-            "--tee=3",
-        ]
-        return [*head, self.attempt.logs, "--", *torchrun[:1], *own, *torchrun[1:]]
+        """Return the command of the step."""
+        meeting = Meeting(self.endpoint(), self.slurm.job, self.attempt.number)
+        return step_argv(self.options.command, self.attempt.logs, meeting)
 
     def endpoint(self) -> str:
         """Return where the ranks meet: on the first node, at a port of this attempt's own."""
@@ -364,15 +423,8 @@ class Batch(JobEvidence):
         return f"{self.nodes.names[0]}:{first + number % many}"
 
     def environ(self) -> Dict[str, str]:
-        """Return the environment of the ranks."""
-        environ = {
-            **os.environ,
-            "TRAIN_RUN_DIR": self.attempt.run_dir,
-            "TRAIN_ATTEMPT": str(self.attempt.number),
-            "TRAIN_ATTEMPT_BEGAN": os.environ.get("TRAIN_ATTEMPT_BEGAN", str(int(time.time()))),
-        }
-        if "SLURM_CPUS_PER_TASK" in environ:  # srun does not inherit it since Slurm 22.05
-            environ["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
+        """Return the environment of the step."""
+        environ = step_environ(self.attempt)
         if not self.restarts:
             environ.pop("SLURM_RESTART_COUNT", None)
         return environ
@@ -585,6 +637,8 @@ class Batch(JobEvidence):
             text += after_restarts(
                 self.attempt.run_dir, self.attempt.number, [self.log.path], self.log.begin
             )
+        if self.superseded():  # that tells its own end
+            return status
         tries = 1 if goes_on or self.stopping else 3  # little time is left after a stop
         self.tell("requeue" if goes_on else "end", verdict.word, f"ended: {text}", tries)
         return status

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Optional
 
+from .elastic import LOOK_TICKS as JOIN_TICKS
 from .signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Watch:
             self._stop_for_good(now_s)
             return
         self._ticks += 1
+        if self.batch.nodes.elastic and self._ticks % JOIN_TICKS == 1:
+            batch = self.batch
+            batch.joiners.look(batch.endpoint(), batch.nodes.most, batch.say)
         if self._ticks % LOOK_TICKS == 0 and not self.look():
             self._kill_s = now_s + HUNG_S
 

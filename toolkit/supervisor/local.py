@@ -21,7 +21,7 @@ from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, report_lines
 from .policy import NO_PROGRESS_STATUS, Verdict, decide, judge
 from .process import Children, Signals, parent_lives
-from .supervised import Policy, Supervised
+from .supervised import Policy, Supervised, filled_in, lacks
 from .watchdog_files import write_watchdog
 
 AGAIN = "started again"
@@ -79,7 +79,7 @@ class LocalAttempt(Supervised):
 
     def run(self) -> int:
         """Start the torchruns, wait for them, and decide what follows."""
-        obstacle = self.obstacle()
+        obstacle = self._obstacle()
         if obstacle:
             return self._refuse(obstacle)
         self._start()
@@ -96,11 +96,10 @@ class LocalAttempt(Supervised):
         self._heed_signals()
         return self._conclude(self.children.status)
 
-    def obstacle(self) -> str:
-        """Return what the job lacks."""
+    def _obstacle(self) -> str:
         missing = shutil.which(self.options.command[0]) is None
         what = "torchrun is not in PATH; activate the environment that has torch"
-        return super().obstacle() or (what if missing else "")
+        return lacks(self.policy) or (what if missing else "")
 
     def _refuse(self, why: str) -> int:
         print(f"{self.policy.job}: {why}", file=sys.stderr)
@@ -125,7 +124,7 @@ class LocalAttempt(Supervised):
             "TRAIN_ATTEMPT": str(attempt.number),
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
         }
-        words = [self.filled_in(word) for word in options.command]
+        words = [filled_in(word, attempt.number) for word in options.command]
         port = free_port(*options.ports)
         for node, devices in enumerate(options.devices):
             self._heed_signals()

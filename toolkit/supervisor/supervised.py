@@ -1,5 +1,6 @@
 """What the supervisor does with an attempt at every place: reasons, failures, notifications."""
 
+import contextlib
 import os
 import re
 from types import MappingProxyType
@@ -52,27 +53,6 @@ class Supervised(Evidence):
         self.earlier: Optional[Earlier] = None
         """The earlier attempt that has failed alike, if one has."""
         self._stalls_told = 0
-
-    # ---- Before the start
-
-    def obstacle(self) -> str:
-        """Return what the job lacks; set the variables whose values are in files."""
-        for name in self.policy.needs:
-            if not os.path.exists(name):
-                return f"the folder of a mount is missing: {name}"
-        for name in self.policy.secrets:
-            if not os.environ.get(name):
-                return f"{name}: is a secret of this job; export it first"
-        for name, path in self.policy.secret_files.items():
-            try:
-                os.environ[name] = secret_in(path)
-            except ValueError as error:
-                return f"secret {name}: {error}"
-        return ""
-
-    def filled_in(self, word: str) -> str:
-        """Return a word of the command with the attempt's number in it."""
-        return re.sub(r"(?<!\$)\$\{TRAIN_ATTEMPT\}", str(self.attempt.number), word)
 
     # ---- What people are told
 
@@ -135,6 +115,37 @@ class Supervised(Evidence):
             self.earlier = self.repetitions.in_earlier_attempt(now)
             self.twice = now if self.earlier else None
         return self.twice
+
+
+def lacks(policy: Policy) -> str:
+    """Return what a job lacks here; set the variables whose values are in files."""
+    for name in policy.needs:
+        if not os.path.exists(name):
+            return f"the folder of a mount is missing: {name}"
+    for name in policy.secrets:
+        if not os.environ.get(name):
+            return f"{name}: is a secret of this job; export it first"
+    for name, path in policy.secret_files.items():
+        try:
+            os.environ[name] = secret_in(path)
+        except ValueError as error:
+            return f"secret {name}: {error}"
+    return ""
+
+
+def preload_secrets(policy: Policy) -> None:
+    """Set the variables whose values are in files, as far as that is possible.
+
+    A notification may need one before `lacks` has told what is missing.
+    """
+    for name, path in policy.secret_files.items():
+        with contextlib.suppress(ValueError):
+            os.environ.setdefault(name, secret_in(path))
+
+
+def filled_in(word: str, attempt: int) -> str:
+    """Return a word of the command with the attempt's number in it."""
+    return re.sub(r"(?<!\$)\$\{TRAIN_ATTEMPT\}", str(attempt), word)
 
 
 def secret_in(path: str) -> str:

@@ -345,7 +345,7 @@ def test_a_step_without_its_run_directory_is_stopped_while_it_runs(role: Role) -
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--secret=NO_SUCH"], "NO_SUCH: is a secret of this job; export it first"),
+        (["--need-variable=NO_SUCH"], "NO_SUCH: is a secret of this job; export it first"),
         (["--need=/no/such"], "the folder of a mount is missing: /no/such"),
         (
             ["--need-program=no-such-torchrun,neither"],

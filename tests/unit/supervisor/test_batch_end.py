@@ -428,9 +428,7 @@ def test_an_attempt_that_was_killed_while_it_decided_decides_no_more(job: Job) -
     assert (job.folder(0) / "reason").read_text() == "node_failure: down: n2; killed soon after\n"
 
 
-def test_an_attempt_that_another_one_has_followed_changes_nothing(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> None:
     """Behind a cut cable it went on while Slurm started the next one elsewhere."""
     job.had(0, "lost", step=50)
     job.folder(1)
@@ -439,7 +437,7 @@ def test_an_attempt_that_another_one_has_followed_changes_nothing(
     assert job.reason == "lost: so"
     assert (job.folder(0) / "step").read_text() == "50\n"
     assert job.asked == []
-    assert "fenced: attempt 1 has taken over; not queued again" in capsys.readouterr().out
+    assert "fenced: attempt 1 has taken over; not queued again" in job.log.read_text()
 
 
 def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Job) -> None:

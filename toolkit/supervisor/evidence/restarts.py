@@ -73,6 +73,7 @@ def after_restarts(run_dir: str, attempt: int, logs: Iterable[str], begin: int =
     cause = last_cause(logs, begin)
     if not cause and attempt:
         reason = read(os.path.join(run_dir, "logs", f"attempt-{attempt - 1}", "reason"), 4096)
-        cause = reason.partition("\n")[0].rpartition("; ")[0]
+        reason = reason.rstrip("\n")
+        cause = reason.rpartition("; ")[0] or reason
     times = "1 restart" if count == 1 else f"{count} restarts" + (", the last" if cause else "")
     return f", after {times}" + (f": {cause}" if cause else "")

@@ -152,6 +152,28 @@ class Slurm:
         found = re.findall("^SLURM_STEP_ID=([0-9]+)$", self._ask(*argv).text, re.MULTILINE)
         return int(found[-1]) if found else None
 
+    # ---- Other jobs
+
+    def submit(self, *options_and_script: str) -> Optional[int]:
+        """Submit a job that inherits none of this job's variables; return its number."""
+        environ = {
+            name: value
+            for name, value in self.environ.items()
+            if not name.startswith("SLURM_") or name == "SLURM_CONF"
+        }
+        answer = ask(("sbatch", *options_and_script), environ, stderr=None)
+        found = re.findall("Submitted batch job ([0-9]+)", answer.text)
+        return int(found[-1]) if found and answer.status == 0 else None
+
+    def waiting_or_running(self, job_ids: Sequence[str]) -> List[str]:
+        """Return which of some jobs have not ended."""
+        argv = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "==%A==")
+        return re.findall("==([0-9]+)==", self._ask(*argv).text) if job_ids else []
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs."""
+        self._ask("scancel", "--quiet", *job_ids)
+
     # ---- Nodes
 
     def hostnames(self, nodes: str) -> List[str]:
