@@ -33,6 +33,7 @@ _NAMES = {
     "profile.schema": "profile_schema",
     "project": "write_project",
     "rendering": "render",
+    "rendering.payload": "carried_supervisor",
     "runs.failure": "Failure",
     "runs.goodput": "Goodput",
     "runs.report": "Report report",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.profile.schema import profile_schema as profile_schema
     from toolkit.project import write_project as write_project
     from toolkit.rendering import render as render
+    from toolkit.rendering.payload import carried_supervisor as carried_supervisor
     from toolkit.runs.failure import Failure as Failure
     from toolkit.runs.goodput import Goodput as Goodput
     from toolkit.runs.report import Report as Report, report as report

@@ -4,6 +4,7 @@ TrainError            1  the run cannot go on; the message says why
 ├── UsageError        2  the command line or the run directory must be changed first
 │   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
 ├── ProofError        2  the strategy would train something else than one process does
+├── StrategyError     2  the strategy fails with a model that one process trains
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── ReplicaError      1  ranks that must hold the same tensors do not; a retry goes on before that
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
@@ -39,6 +40,12 @@ class RefusedError(UsageError):
 
 class ProofError(TrainError):
     """The strategy does not train this model as one process would, or there is no proof of it."""
+
+    exit_status = EXIT_USAGE
+
+
+class StrategyError(TrainError):
+    """The strategy raises an exception for this model, before training; one process trains it."""
 
     exit_status = EXIT_USAGE
 

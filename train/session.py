@@ -33,7 +33,7 @@ from .parallel.consistency import some_of
 from .parallel.layout import counted
 from .profiling.capture import Profiler
 from .profiling.timeline import Profile
-from .proof.session import before_training
+from .proof.session import before_training, refusing_failures
 from .rundir.claim import adopt, claim
 from .rundir.console import Console, figures
 from .rundir.files import RunDirectory, TrainingProgress
@@ -85,12 +85,14 @@ def train(
             check_ahead(config, progress, group)
             group.on_rank_0(lambda: flags.write_file(directory.path / "config.toml", config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
-            trainer = assemble(parts, identity, progress, directory, console, stop)
+            with refusing_failures(parts):
+                trainer = assemble(parts, identity, progress, directory, console, stop)
             saver = trainer.saver
             announce(trainer, parts)
             directory.event("environment", step=0, **environment(group))
             phases.end("setup")
-            trainer.resume()
+            with refusing_failures(parts):
+                trainer.resume()
             step = progress.step
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
             if step == 0:

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import textwrap
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ SCRIPTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         for runtime in ("apptainer", "podman", "pyxis")
     ),
 ]
-PODS = [
-    {"workload": kind, "runs_claim": claim}
-    for kind in ("PyTorchJob", "TrainJob", "JobSet", "Job")
-    for claim in (None, "runs")
-]
-
 ARGUMENTS = {"jobid", "excnodelist", "label"}
 """What looks like an assignment, and is an argument of scontrol or podman."""
 
@@ -90,21 +83,6 @@ def test_every_variable_of_a_script_has_a_name_that_no_secret_has(
 ) -> None:
     names = assigned(toolkit.render(planned(kind, job, **site)))
     assert len(names) > 2
-    others = (
-        {name for name in names if not re.fullmatch(SCRIPT_VARIABLES, name)}
-        - FOR_OTHERS
-        - ARGUMENTS
-    )
-    assert {name for name in others if not RESERVED_NAMES.fullmatch(name)} == set()
-
-
-@pytest.mark.parametrize("site", PODS)
-def test_every_variable_of_the_pods_entrypoint_has_a_name_that_no_job_uses(
-    site: dict[str, Any],
-) -> None:
-    text = toolkit.render(planned("kubernetes", {"retries": AGAIN}, **site))
-    (script, *_) = re.findall(r"- -c\n +- \|\n(.*?)\n +- entrypoint\n", text, re.DOTALL)
-    names = assigned(textwrap.dedent(script))
     others = (
         {name for name in names if not re.fullmatch(SCRIPT_VARIABLES, name)}
         - FOR_OTHERS

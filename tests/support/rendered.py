@@ -1,6 +1,8 @@
 """Rendered manifests as the tests read them: the documents, and the pods of each kind."""
 
+import base64
 import functools
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,8 +15,9 @@ JOB: dict[str, Any] = {"name": "t", "module": "train", "image": "registry.io/tra
 
 
 def manifest(job: dict[str, Any], profile: dict[str, Any], kind: str | None = None) -> str:
-    """Return the object of a kind in the manifest of a job and a profile."""
-    site = toolkit.KubernetesProfile.model_validate({"name": "k8s", **profile})
+    """Return the manifest of a job and a profile, for a kind of object; it carries nothing."""
+    keys = {"name": "k8s", "supervisor": "installed", **profile}
+    site = toolkit.KubernetesProfile.model_validate(keys)
     if kind:
         site = site.model_copy(update={"workload": kind})
     return toolkit.render(toolkit.plan(toolkit.JobSpec.model_validate(JOB | job), site))
@@ -56,6 +59,21 @@ def template_of(document: Any) -> Any:
     container |= {key: trainer[key] for key in ("image", "command", "args", "env")}
     container["resources"] = trainer["resourcesPerNode"]
     return template
+
+
+def pod_command(text: str, folder: Path) -> list[str]:
+    """Return what the container of a manifest starts, up to torchrun, as it runs on this machine.
+
+    The supervisor that the manifest carries is put into the folder.
+    """
+    container = container_of(workload(text))
+    (packed,) = (one["binaryData"] for one in read(text) if one["kind"] == "ConfigMap")
+    program = folder / "supervisor.pyz"
+    program.write_bytes(base64.b64decode(packed["supervisor.pyz"]))
+    command = [
+        word.replace("/supervisor/supervisor.pyz", str(program)) for word in container["command"]
+    ]
+    return [*command, *container["args"][: container["args"].index("--") + 1]]
 
 
 def container_of(document: Any) -> Any:

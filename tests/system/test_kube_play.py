@@ -15,6 +15,7 @@ import yaml
 
 import toolkit
 from tests.conftest import ROOT, Until
+from toolkit.rendering import payload
 
 Object = dict[str, Any]
 
@@ -62,6 +63,9 @@ class Kubelet:
         os.chown(self.runs, 1000, 1000)  # as fsGroup gives a volume to the group
         (folder / "containers.conf").write_text(CONTAINERS_CONF)
         self.environ = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
+        self.supervisor = folder / "supervisor"
+        self.supervisor.mkdir()
+        (self.supervisor / payload.FILE).write_bytes(payload.archive())
         self.played: list[Path] = []
 
     def __enter__(self) -> "Kubelet":
@@ -111,6 +115,9 @@ class Kubelet:
                 text = text.replace(f'"name": "{name}"', f'"name": {own}')
             changed = json.loads(text)
             changed["spec"]["hostAliases"] = aliases
+            for volume in changed["spec"]["volumes"]:
+                if volume.pop("configMap", None):  # podman 4.3 reads no binaryData
+                    volume["hostPath"] = {"path": str(self.supervisor), "type": "Directory"}
             self._play(changed, f"--ip={address}")
         return [f"{pod['metadata']['name']}-{pod['spec']['containers'][0]['name']}" for pod in pods]
 

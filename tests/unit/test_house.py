@@ -141,6 +141,8 @@ def test_an_installed_wheel_renders_what_the_checkout_renders(built: Path, tmp_p
     (wheel,) = built.glob("*.whl")
     argv = ["install", "-qq", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *argv], check=True)
+    profile = tmp_path / "k8s.yaml"
+    profile.write_text((ROOT / "k8s/profiles/k8s.yaml").read_text() + "supervisor: installed\n")
     code = (
         "import sys, toolkit, toolkit.cli; print(toolkit.__file__, file=sys.stderr); "
         "toolkit.cli.main()"
@@ -153,7 +155,7 @@ def test_an_installed_wheel_renders_what_the_checkout_renders(built: Path, tmp_p
             "render",
             ROOT / "jobs/digits.yaml",
             "--to",
-            ROOT / "k8s/profiles/k8s.yaml",
+            profile,
         ],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)},

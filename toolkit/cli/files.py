@@ -1,4 +1,4 @@
-"""The commands for files that people write and read: new, init, check, schema."""
+"""The commands for files that people write and read: new, init, check, schema, supervisor."""
 
 from __future__ import annotations  # naming a type must not import it
 
@@ -249,3 +249,27 @@ def schema(what: str) -> None:
     """Print the JSON Schema of the job file, or of profiles, for editors."""
     made = toolkit.json_schema() if what == "job" else toolkit.profile_schema()
     echo_json(made)
+
+
+@cli.command(epilog=example("toolkit supervisor digits.yaml --unpack sources"))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--unpack",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Write the sources into a new folder.",
+)
+def supervisor(file: Path, unpack: Path | None) -> None:
+    """Show which supervisor a script or manifest carries: its checksum, and whether it is ours."""
+    carried = toolkit.carried_supervisor(file)
+    if unpack is not None:
+        if unpack.exists():
+            raise InputError(f"{unpack} exists already; name a new folder")
+        for name, source in carried.sources.items():
+            path = unpack / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source)
+    whose = "that of this version" if carried.is_ours else "not that of this version"
+    say(f"sha256 {carried.sha256}: {len(carried.sources)} files, {whose} of the toolkit")
+    if not carried.is_ours:
+        sys.exit(exit_status.FAILED)

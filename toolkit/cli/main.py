@@ -32,7 +32,7 @@ _MODULES = {
     **dict.fromkeys(("render", "submit", "resubmit", "run"), "submit"),
     **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs", "stacks"), "runs"),
     **dict.fromkeys(("goodput", "report", "forward", "show"), "runs"),
-    "schema": "files",
+    **dict.fromkeys(("schema", "supervisor"), "files"),
     **dict.fromkeys(("completion", "man"), "shell"),
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""

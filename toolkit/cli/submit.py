@@ -21,9 +21,15 @@ from toolkit.errors import InputError, PlanError
 @TO
 @CHAIN
 def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
-    """Print the whole script or manifest, and do nothing else."""
+    """Print the whole script or manifest, and do nothing else.
+
+    At a terminal, a comment stands for the supervisor that the text carries.
+    """
     made = _planned(job, overrides, to)
-    output.write(toolkit.render(made.in_turns() if chain > 1 else made))
+    from toolkit.rendering.payload import folded
+
+    text = toolkit.render(made.in_turns() if chain > 1 else made)
+    output.write(folded(text) if sys.stdout.isatty() else text)
 
 
 @cli.command(epilog=example("toolkit submit jobs/digits.yaml --to slurm --follow"))

@@ -1,6 +1,6 @@
 """Prints each rank's result into the pod's log, because the client cannot read the pod's disk.
 
-The executor puts this file beside worker.py, and the pod's entrypoint runs it when torchrun has
+The executor puts this file beside worker.py, and the pod's supervisor runs it when torchrun has
 ended. It imports nothing of the toolkit.
 """
 

@@ -330,6 +330,15 @@ MountSource = Annotated[
     schema_extra(pattern=f"^(?:/|(?:{_SOURCE})$)"),
 ]
 Program = Annotated[Text, Checked(_not_an_option), schema_extra(pattern="^[^-]")]
+SupervisorPlace = Annotated[
+    Text,
+    *matching(
+        r"carried|installed|/\S*[^\s/]",
+        "write carried, installed, or the absolute path of the supervisor's file",
+    ),
+]
+"""Where scripts and pods find the supervisor."""
+
 AbsolutePath = Annotated[
     Text,
     refusing(

@@ -1,7 +1,7 @@
 """Which rank of a run in pods has failed first, and why: by what the pods have printed.
 
 The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
-the ranks' lines as torchrun forwards them, torchrun's report, and the entrypoint's lines.
+the ranks' lines as torchrun forwards them, torchrun's report, and the supervisor's lines.
 `failure_of` reads them from the cluster; `first_failure` judges them without I/O.
 """
 

@@ -5,6 +5,7 @@ gets no answer, the run is opened later by this record: its existing objects are
 half-created ones are completed.
 """
 
+import contextlib
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from toolkit.errors import InputError, LauncherError, RunNotFound, SchedulerMissing
 from toolkit.job.kubernetes_options import Workload
 from toolkit.kubernetes import workloads
-from toolkit.kubernetes.client.connection import Connection, Denied, NotServed
+from toolkit.kubernetes.client.connection import Conflict, Connection, Denied, NotServed
 from toolkit.kubernetes.client.resources import Cluster, selector_of
 from toolkit.kubernetes.local_state import LocalState
 from toolkit.kubernetes.pods import label_of, seconds_of
@@ -304,7 +305,7 @@ def _tidy(
     for objects in runs[start : start + 2 * TOGETHER]:
         if objects.name not in absent:
             obj = run.cluster.get(run.kind, objects.name)
-            if obj is not None and (objects.companions or objects.payload):
+            if obj is not None and (objects.companions or objects.payloads):
                 complete(run.cluster, objects, obj)
         elif settled:
             withdraw(run.cluster, objects)
@@ -378,7 +379,11 @@ def dry_run(
     for document in documents:
         refusal = ""
         try:
-            cluster.apply(workloads.resource_of(document), document, dry_run=True)
+            if workloads.holds_supervisor(document):  # for which one needs the right to create it
+                with contextlib.suppress(Conflict):
+                    cluster.create(workloads.resource_of(document), document, dry_run=True)
+            else:
+                cluster.apply(workloads.resource_of(document), document, dry_run=True)
         except SchedulerMissing:
             raise
         except NotServed as error:

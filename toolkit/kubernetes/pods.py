@@ -2,7 +2,7 @@
 
 Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
 (`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. This end
-names the rank that failed, the cause, and the entrypoint's verdict.
+names the rank that failed, the cause, and the supervisor's verdict.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from toolkit.runs.tracebacks import last_trace
 from toolkit.text.quantities import whole_number
 
 FATAL = 42
-"""How the entrypoint ends where another start would end alike."""
+"""How the supervisor ends where another start would end alike."""
 
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing")
 """Reasons for waiting that are no trouble."""
@@ -45,7 +45,7 @@ OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
 """A line of a rank, as torchrun passes it on."""
 
 _OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; (?:(\w+): )?.*: \d+")
-"""The last line of templates/kubernetes/entrypoint.sh.j2: torchrun's exit status, the word and the
+"""The last line of toolkit/supervisor/pod.py: torchrun's exit status, the word and the
 sentence of the retry policy, and the exit status of the container."""
 
 _OF_TORCHRUN = re.compile(
@@ -245,7 +245,7 @@ class LastWords:
     """The retry policy's word for the end, such as `preempted`."""
 
     verdict: str = ""
-    """The entrypoint's line: torchrun's exit status, why it ended, and whether to start again."""
+    """The supervisor's line: torchrun's exit status, why it ended, and whether to start again."""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}"

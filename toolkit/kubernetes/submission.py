@@ -108,9 +108,8 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
         body = run.workload
         workload = _apply_workload(cluster, run)
         made.append(workload)
-        if run.payload is not None:
-            body = run.payload
-            _create_payload(cluster, run, workload)
+        for body in run.payloads:
+            _create_payload(cluster, run, workload, body)
     except (Away, UnknownOutcome):
         raise  # it is unknown which objects have arrived
     except LauncherError as error:
@@ -133,8 +132,8 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
 def complete(cluster: Cluster, run: RunObjects, workload: Object) -> None:
     """Make what a run is still without, whose submission was cut short."""
     _adopt(cluster, run, workload)
-    if run.payload is not None:
-        _create_payload(cluster, run, workload)
+    for payload in run.payloads:
+        _create_payload(cluster, run, workload, payload)
 
 
 def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
@@ -146,8 +145,8 @@ def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
             _apply(cluster, workloads.resource_of(body), body)
 
 
-def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None:
-    """Make the ConfigMap of a run, or find that there is one of its name.
+def _create_payload(cluster: Cluster, run: RunObjects, workload: Object, payload: Object) -> None:
+    """Make a ConfigMap of a run, or find that there is one of its name.
 
     Without the right to read it, its owner cannot be checked: the pods verify its content by the
     checksums in the workload.
@@ -156,8 +155,7 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object) -> None
         LauncherError: the server refused.
         UnknownOutcome: the server has not answered in all attempts.
     """
-    assert run.payload is not None
-    body = workloads.owned(run.payload, run.kind, workload)
+    body = workloads.owned(payload, run.kind, workload)
     try:
         with contextlib.suppress(Conflict):
             cluster.connection.patiently(

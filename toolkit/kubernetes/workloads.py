@@ -16,6 +16,7 @@ from toolkit.job.kubernetes_options import Workload
 from toolkit.planning.kubernetes import STARTED, KubernetesPlan, with_checksums
 from toolkit.planning.pods import RUN_LABEL
 from toolkit.rendering import render
+from toolkit.rendering.payload import FILE
 from toolkit.runs.state import RunState
 from toolkit.text.yaml_reader import documents_of
 
@@ -167,8 +168,9 @@ class RunObjects:
     workload: Object
     """The object that makes the pods."""
 
-    payload: Object | None = None
-    """The ConfigMap that its pods find their files in: made after the run, and owned by it."""
+    payloads: Sequence[Object] = ()
+    """The ConfigMaps that its pods wait for, with the supervisor and the run's files: made after
+    the run, and owned by it."""
 
     apart: Mapping[str, bytes] = field(default_factory=dict)
     """What its pods find in their run directory, by path, since no ConfigMap holds it."""
@@ -226,12 +228,16 @@ def objects_by_run(
     """Return the objects of a run that is submitted with files; of a sweep, of each point."""
     runs: list[RunObjects] = []
     companions: list[Object] = []
+    payloads: list[Object] = []
     for document in documents_of(manifest):
+        if holds_supervisor(document):
+            payloads.append(document)
+            continue
         if document["kind"] != kind.kind:
             companions.append(document)
             continue
-        run = RunObjects(kind=kind, companions=companions, workload=document)
-        companions = []
+        run = RunObjects(kind=kind, companions=companions, workload=document, payloads=payloads)
+        companions, payloads = [], []
         if files:
             metadata = document["metadata"]
             payload = {
@@ -241,9 +247,14 @@ def objects_by_run(
                 "binaryData": {n: b64encode(text).decode() for n, text in _small(files).items()},
                 "immutable": True,
             }
-            run = replace(run, payload=payload, apart=too_large(files))
+            run = replace(run, payloads=[*run.payloads, payload], apart=too_large(files))
         runs.append(run)
     return runs
+
+
+def holds_supervisor(document: Object) -> bool:
+    """Whether an object is the ConfigMap in which the pods of a run find the supervisor."""
+    return document["kind"] == "ConfigMap" and FILE in (document.get("binaryData") or ())
 
 
 def too_large(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -265,17 +276,26 @@ def started_again(run: RunObjects, token: str) -> RunObjects:
     """Return the objects of a run that is submitted again under its name.
 
     The pods of a PyTorchJob have no label that distinguishes submissions, so a variable does, by a
-    token that no earlier submission had. The cluster itself names the starts of all other pods.
+    token that no earlier submission had. The cluster itself names the starts of all other pods. The
+    ConfigMaps get names of their own: those of the deleted run may still be there for a while.
     """
+    names = [payload["metadata"]["name"] for payload in run.payloads]
 
     def renewed(value: Any) -> Any:
         if isinstance(value, Mapping):
             if value.get("name") == STARTED and "value" in value:
                 return {**value, "value": f"{run.name}-{token}"}
+            source = value.get("configMap")
+            if isinstance(source, Mapping) and source.get("name") in names:
+                return {**value, "configMap": {"name": f"{source['name']}-{token}"}}
             return {key: renewed(entry) for key, entry in value.items()}
         return [renewed(item) for item in value] if isinstance(value, list) else value
 
-    return replace(run, workload=renewed(run.workload))
+    payloads = [
+        {**one, "metadata": {**one["metadata"], "name": f"{one['metadata']['name']}-{token}"}}
+        for one in run.payloads
+    ]
+    return replace(run, workload=renewed(run.workload), payloads=payloads)
 
 
 def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:

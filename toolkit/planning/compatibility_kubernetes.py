@@ -14,14 +14,15 @@ NAME_MAX = 63
 """Names of pods are host names, too (RFC 1035)."""
 
 ENTRYPOINT_VARIABLES = ("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS")
-"""Variables that the entrypoint of the pods reads, and that neither secrets nor `env` may set."""
+"""Variables that the supervisor of the pods reads, and that neither secrets nor `env` may set."""
 
 TRAINJOB_ITEMS_MAX = 128
 """How many arguments and how many variables a TrainJob takes (its CustomResourceDefinition,
 Trainer 2.3)."""
 
-TORCHRUN_WORDS = 9
-"""Arguments that a rendered manifest puts before the job's own, at most."""
+OWN_WORDS = 9 + 16
+"""Arguments that a rendered manifest puts before the job's own, at most: torchrun's and the
+supervisor's, without one for each variable of torchrun."""
 
 _LONGEST_POD: dict[Workload, str] = {
     "PyTorchJob": "{name}-worker-{last}",
@@ -88,9 +89,9 @@ def kubernetes_problems(
 
 
 def _overwritten_variables(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    """Yield the variables and secrets that the entrypoint would overwrite or interpret.
+    """Yield the variables and secrets that the supervisor would overwrite or interpret.
 
-    Unlike a script, the entrypoint finds those of `env` in its own environment, too.
+    Unlike a script, the supervisor finds those of `env` in its own environment, too.
     """
     for key, names, taken in (
         ("secrets", job.secrets, (*ENTRYPOINT_VARIABLES, "PATH")),
@@ -100,7 +101,7 @@ def _overwritten_variables(job: JobSpec, profile: KubernetesProfile) -> Iterator
             if name in taken or re.fullmatch(SCRIPT_VARIABLES, name):
                 yield refusal(
                     "variable-overwritten",
-                    f"{key}: {name!r} is a variable of the pods' entrypoint; use another name",
+                    f"{key}: {name!r} is a variable of the pods' supervisor; use another name",
                     *((key, name) if name in getattr(job, key) else ()),
                 )
 
@@ -138,11 +139,12 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
             "the toolkit; read some from a file in the program, or write `workload: JobSet`",
             "env",
         )
-    if (words := TORCHRUN_WORDS + len(job.entry)) > TRAINJOB_ITEMS_MAX:
+    own = OWN_WORDS + sum(name.startswith("PET_") for name in names)
+    if (words := own + len(job.entry)) > TRAINJOB_ITEMS_MAX:
         yield refusal(
             "trainjob-cannot-say",
             f"a TrainJob takes {TRAINJOB_ITEMS_MAX} words on a command line; these are {words}, "
-            f"{TORCHRUN_WORDS} of them torchrun's; put arguments into a file, or write "
+            f"{own} of them torchrun's and the supervisor's; put arguments into a file, or write "
             "`workload: JobSet`",
             "args",
         )

@@ -14,7 +14,7 @@ from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
 STARTED = "TRAIN_START"
-"""The variable by which the entrypoint of pods distinguishes the starts of all of them."""
+"""The variable by which the supervisor of pods distinguishes the starts of all of them."""
 
 PORT = 29500
 """The port of the rendezvous; each pod has a network namespace of its own."""
@@ -27,7 +27,7 @@ _INDEX_LABEL = "training.kubeflow.org/replica-index"
 
 LOST_PODS = 4
 """How often a pod of a Job or JobSet may be lost without a failure of its own (node, eviction,
-preemption), unless `retries.preemptions` says so; the entrypoint counts failures. Each replacement
+preemption), unless `retries.preemptions` says so; the supervisor counts failures. Each replacement
 waits twice as long as the one before, 10 s at first (Kubernetes, pod backoff failure policy), also
 those that only end a run that has failed for good."""
 
@@ -88,7 +88,7 @@ class KubernetesPlan(plans.LaunchPlan):
     """The pods' `restartPolicy`; None if the operator sets it."""
 
     exports: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the entrypoint sets, since the operator reserves their names."""
+    """Variables that the supervisor sets, since the operator reserves their names."""
 
     from_labels: Mapping[str, str] = field(default_factory=dict)
     """Variables whose value is a label of the pod, and that label."""
@@ -121,17 +121,6 @@ class KubernetesPlan(plans.LaunchPlan):
     def objects(self) -> "Sequence[KubernetesPlan]":
         """The plans to render: this one, or those of a sweep's points."""
         return self.parts or (self,)
-
-    has_limits = True
-    """Whether the entrypoint counts its earlier starts; Kubernetes may start any pod again."""
-
-    @property
-    def tells_trainer(self) -> bool:
-        """Whether the watchdog tells Kubeflow Trainer how far the run is."""
-        return self.workload == "TrainJob"
-
-    counts_attempts = False
-    """Whether each start is an attempt with a folder of its own; pods start again one by one."""
 
     def named(self, name: str) -> "KubernetesPlan":
         """Return this plan for a run of another name, with a run directory of that name.
@@ -182,11 +171,6 @@ class KubernetesPlan(plans.LaunchPlan):
         )
 
     @property
-    def meets_others(self) -> bool:
-        """Whether the pods meet at the first one, by the entrypoint's own means."""
-        return self.rdzv_endpoint is not None and self.max_nodes > 1
-
-    @property
     def keeps_runs(self) -> bool:
         """Whether the run directory outlives the pods."""
         return self.profile.runs_claim is not None
@@ -206,6 +190,24 @@ class KubernetesPlan(plans.LaunchPlan):
         Otherwise the operator of a PyTorchJob would delete them, with their logs.
         """
         return self.replaces_pods or (self.max_nodes > 1 and self.keeps_runs)
+
+    @property
+    def companion_name(self) -> str:
+        """The name of the run's NetworkPolicy, and of the ConfigMap with the supervisor."""
+        return pods.companion_name(self.run_name, self.workload)
+
+    @property
+    def supervisor(self) -> str | None:
+        """The file with the supervisor, in the pods; None where the toolkit is installed there."""
+        place = self.profile.supervisor
+        if place == "carried":
+            return f"{pods.SUPERVISOR}/supervisor.pyz"
+        return None if place == "installed" else place
+
+    @property
+    def carries_supervisor(self) -> bool:
+        """Whether a ConfigMap of the run holds the supervisor."""
+        return self.profile.supervisor == "carried"
 
     @property
     def own_service(self) -> bool:
@@ -344,7 +346,7 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
     policy, limit = "Never", None
     if job.retries.requeue and plan.profile.runs_claim:
         # Statuses from 128 on are tried again, others are final, and no limit counts: the
-        # entrypoint does, in the run directory.
+        # supervisor does, in the run directory.
         policy = "ExitCode"
     elif job.retries.requeue:
         # The operator adds up the restarts of all pods, and one incident restarts each of them.

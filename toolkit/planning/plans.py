@@ -71,11 +71,6 @@ class LaunchPlan:
         """The receivers of notifications: the job's own, or those of the profile."""
         return notify_of(self.job, self.profile)
 
-    @property
-    def in_pods(self) -> bool:
-        """Whether the script is the command of pods, in which Kubernetes expands `$(NAME)`."""
-        return self.profile.kind == "kubernetes"
-
     def recorded(self, profile: Profile) -> dict[str, Any]:
         """Return a profile as the record of a run holds it, with the job's own `notify`.
 
@@ -177,11 +172,6 @@ class LaunchPlan:
     def log_pattern(self) -> str | None:
         """What finds steps in the output of a rank; None if the job leaves that out."""
         return self.job.log_pattern
-
-    @property
-    def tells_trainer(self) -> bool:
-        """Whether the watchdog tells the controller of the workload how far the run is."""
-        return False
 
     @property
     def tells_stalls(self) -> bool:

@@ -37,6 +37,9 @@ _LOST = ("not-ready", "unreachable")
 _PAYLOAD = "submitted"
 """The volume in which pods find the files that a run was submitted with."""
 
+SUPERVISOR = "/supervisor"
+"""The folder in which pods find the supervisor that a run carries."""
+
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
     "scheduler-plugins": ("labels", "scheduling.x-k8s.io/pod-group", "scheduler-plugins-scheduler"),
@@ -82,17 +85,33 @@ class Pod:
 
         The name of the sweep is None for a run that is not a point of one.
         """
-        payload = {"name": _PAYLOAD, "configMap": {"name": before}}
+        kind = self.labels[WORKLOAD_LABEL]
+        named = {
+            _PAYLOAD: (before, run_name),
+            "supervisor": (companion_name(before, kind), companion_name(run_name, kind)),
+        }
+
+        def with_name(volume: Mapping[str, Any]) -> Mapping[str, Any]:
+            old, new = named.get(volume["name"], ("", ""))
+            is_own = volume.get("configMap") == {"name": old}
+            return {**volume, "configMap": {"name": new}} if is_own else volume
+
         return replace(
             self,
             labels=labelled(self.labels, run_name, sweep_name),
             annotations=labelled(self.annotations, run_name, sweep_name),
             spec=labelled(self.spec, run_name, sweep_name),
-            volumes=tuple(
-                {**volume, "configMap": {"name": run_name}} if volume == payload else volume
-                for volume in self.volumes
-            ),
+            volumes=tuple(map(with_name, self.volumes)),
         )
+
+
+def companion_name(run_name: str, workload: str) -> str:
+    """Return the name of what a run brings along: names are unique only within a kind.
+
+    >>> companion_name("digits", "PyTorchJob")
+    'digits-pytorchjob'
+    """
+    return f"{run_name}-{workload.lower()}"
 
 
 def payload_dir_of(job: JobSpec) -> str | None:
@@ -255,6 +274,9 @@ def _volumes(
         ("shm", {"emptyDir": shm}, "/dev/shm", False),
         ("runs", runs, profile.runs_dir, False),
     ]
+    if profile.supervisor == "carried":
+        name = companion_name(run_name, workload_of(job, profile))
+        places.append(("supervisor", {"configMap": {"name": name}}, SUPERVISOR, True))
     if payload := payload_dir_of(job):
         places.append((_PAYLOAD, {"configMap": {"name": run_name}}, payload, True))
     for index, mount in enumerate((*profile.mounts, *job.mounts)):

@@ -236,6 +236,11 @@ class KubernetesProfile(SiteProfile):
     ttl_s: types.Duration | None = Field(default=None, alias="ttl")
     """How long a run that has ended stays in the cluster, with its logs; by default for ever."""
 
+    supervisor: types.SupervisorPlace = "carried"
+    """Where pods find the supervisor, their first process, which needs Python 3.8 in the image:
+    `carried` in a ConfigMap of the run, `installed` with the toolkit in the image, or the path of
+    its file in the image or on a volume."""
+
     patches: tuple[Patch, ...] = ()
     """Changes to the rendered objects, for settings that have no key."""
 

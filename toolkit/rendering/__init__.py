@@ -17,6 +17,7 @@ from toolkit.rendering.environment import (
     shell_quote,
     template_text,
 )
+from toolkit.rendering.payload import PAYLOAD
 
 if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
@@ -54,4 +55,5 @@ def _texts(plan: "LaunchPlan") -> Iterable[str]:
 
         return render_with(Path(plan.profile.templates_dir), plan.objects)
     template = our_environment().get_template
-    return (template(one.template).render(plan=one, version=__version__) for one in plan.objects)
+    known = {"version": __version__, "supervisor": PAYLOAD}
+    return (template(one.template).render(known, plan=one) for one in plan.objects)

@@ -19,7 +19,7 @@ from toolkit.job.types import IN_RUN_DIR, ArgumentWord
 from toolkit.text.control import CONTROL, printable, without_control
 from toolkit.text.own_files import user_folder
 
-YAML_WIDTH = 72
+YAML_WIDTH = 96
 """The longest mapping or list that stays on one line of a manifest, in characters."""
 
 # A reader must see what a script holds before it is submitted.
@@ -241,7 +241,7 @@ def kubernetes_literal(value: str) -> str:
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
 
-    What a word of `args` names of the run is a variable of the pod, or left to the entrypoint:
+    What a word of `args` names of the run is a variable of the pod, or left to the supervisor:
 
     >>> print(kubernetes_literal(ArgumentWord("$(x) $TRAIN_RUN_DIR/$TRAIN_ATTEMPT")))
     $$(x) $(TRAIN_RUN_DIR)/${TRAIN_ATTEMPT}

@@ -77,7 +77,7 @@ def main() -> None:
             mark_arguments(holder["entry"], len(plan["job"]["args"]))
         for point in plan.get("points") or ():
             mark_arguments(point["args"], len(point["args"]))
-        known["version"] = request["version"]
+        known |= {name: request[name] for name in ("version", "supervisor")}
         try:
             answer = {"text": _text(environment, name, known, min(most, _MOST))}
             most -= len(answer["text"])

@@ -24,6 +24,7 @@ from toolkit.errors import InputError, Problem, RenderError
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.plans import LaunchPlan
 from toolkit.rendering.environment import templates_folder
+from toolkit.rendering.payload import PAYLOAD
 
 CPU_S = 5
 """CPU seconds that the templates of a folder may take for a script or manifest."""
@@ -59,6 +60,7 @@ def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
         "folder": str(folder),
         "template": plans[0].template,
         "version": __version__,
+        "supervisor": {"sha256": PAYLOAD.sha256, "base64": PAYLOAD.base64},
         "plans": list(map(plain, plans)),
         "cpu_s": min(CPU_S + len(plans) // _PLANS_PER_CPU_S, _MOST_CPU_S),
     }

@@ -1,11 +1,11 @@
-"""The command line: `python3 -m toolkit.supervisor ROLE FOLDER OPTIONS -- torchrun …`."""
+"""The command line: `python3 -m toolkit.supervisor ROLE OPTIONS -- torchrun …`."""
 
 import argparse
 import os
 import sys
 from typing import List, Optional
 
-from . import batch, local, node
+from . import batch, local, node, pod
 from .containers import NOT_STARTED, Container
 from .notify import Receivers
 from .policy import Limits
@@ -29,12 +29,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     _add_policy(here)
     _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
     _add_node(roles.add_parser("node", help="one node of a Slurm step"))
+    _add_pod(roles.add_parser("pod", help="the first process of a pod"))
     end = words.index("--") if "--" in words else len(words)
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
     if given.role == "node":
         return node.main(_node_options(given, command))
+    if given.role == "pod":
+        return pod.main(_pod_options(given, command))
     first, _, count = given.ports.partition("+")
     ports = (int(first), int(count))
     if given.role == "batch":
@@ -179,6 +182,45 @@ def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options
         joins=given.joins,
         restarts=given.restarts,
         container=None if given.runtime == "bare" else container,
+    )
+
+
+def _add_pod(role: argparse.ArgumentParser) -> None:
+    """Add what the first process of a pod is told."""
+    role.add_argument("--job", required=True, help="the job's name")
+    role.add_argument("--nodes", type=int, default=1, help="pods of the run, one torchrun each")
+    role.add_argument("--elastic", action="store_true", help="fewer pods may do")
+    role.add_argument(
+        "--join-timeout", type=int, default=0, help="seconds until all pods are there"
+    )
+    role.add_argument("--replaced", action="store_true", help="Kubernetes replaces failed pods")
+    role.add_argument("--mark-end", action="store_true", help="tell other pods of a final failure")
+    role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
+    role.add_argument("--env", action="append", default=[], help="NAME=VALUE of the ranks")
+    role.add_argument("--secret", action="append", default=[], help="variables with secrets: A,B")
+    _add_policy(role)
+
+
+def _pod_options(given: argparse.Namespace, command: List[str]) -> pod.Options:
+    given.need = []
+    policy = _policy(given)
+    secrets = [name for word in given.secret for name in word.split(",")]
+    return pod.Options(
+        job=policy.job,
+        command=command,
+        nodes=given.nodes,
+        elastic=given.elastic,
+        replaces=given.replaced,
+        marks=given.mark_end,
+        join_timeout_s=given.join_timeout,
+        restarts=policy.restarts,
+        limits=policy.limits,
+        grace_s=policy.grace_s,
+        stall=policy.stall,
+        protect_children=policy.protect_children,
+        environ=dict(word.partition("=")[::2] for word in given.env),
+        receivers=policy.receivers._replace(secrets=secrets),
+        cgroups=given.cgroups,
     )
 
 

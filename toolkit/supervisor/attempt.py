@@ -5,6 +5,7 @@ Files and words: docs/reference/run-directory.md.
 
 import contextlib
 import os
+import re
 from typing import List, Optional
 
 from .evidence.files import read
@@ -46,6 +47,15 @@ class Attempt:
     def best_before(self) -> int:
         """Return the step that the attempt before `since` has reached."""
         return made_in(self.run_dir, self.since - 1).step or 0
+
+
+def with_number(word: str, number: int) -> str:
+    """Return a word of torchrun's command with the attempt's number in it.
+
+    >>> with_number("--out=${TRAIN_ATTEMPT}/$${TRAIN_ATTEMPT}", 3)
+    '--out=3/$${TRAIN_ATTEMPT}'
+    """
+    return re.sub(r"(?<!\$)\$\{TRAIN_ATTEMPT\}", str(number), word)
 
 
 def folder_of(run_dir: str, number: int) -> str:

@@ -583,8 +583,8 @@ class Batch(JobEvidence):
         limits = self._limits()
         if limits.by_others:
             limits = limits._replace(by_others=self._chain_continues())
-        best = self.attempt.best_before()
-        return decide(verdict.word, attempts, limits, again=AGAIN, best=best, queued=self.queued)
+        counts = count(attempts, self.attempt.best_before())
+        return decide(verdict.word, counts, limits, again=AGAIN, queued=self.queued)
 
     def _follow(self, verdict: Verdict, decision: Decision) -> int:
         if decision.again and not self.queued:

@@ -19,7 +19,7 @@ from .evidence.files import read
 from .evidence.outcome import read_outcome
 from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, report_lines
-from .policy import NO_PROGRESS_STATUS, Verdict, decide, judge
+from .policy import NO_PROGRESS_STATUS, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
 from .supervised import Policy, Supervised, filled_in, lacks
 from .watchdog_files import write_watchdog
@@ -165,13 +165,9 @@ class LocalAttempt(Supervised):
         step = self.outcome.step if self.outcome else ""
         if self.outcome is not None:
             self.attempt.write("step", step)
-        decision = decide(
-            verdict.word,
-            self.attempt.made(verdict.word, int(step) if step.isdigit() else None),
-            self.policy.limits,
-            again=AGAIN,
-            best=self.attempt.best_before(),
-        )
+        made = self.attempt.made(verdict.word, int(step) if step.isdigit() else None)
+        counts = count(made, self.attempt.best_before())
+        decision = decide(verdict.word, counts, self.policy.limits, again=AGAIN)
         if decision.again:
             self.attempt.write("start_again", "")
         if decision.word == "done":

@@ -4,7 +4,7 @@
 words are the table in docs/reference/run-directory.md, "How an attempt ended".
 """
 
-from typing import Callable, Iterable, List, NamedTuple, Optional
+from typing import Callable, Iterable, NamedTuple, Optional
 
 from .evidence.first_error import Failure, in_words
 from .evidence.outcome import Outcome
@@ -305,12 +305,13 @@ def limit_reached(counts: Counts, limits: Limits, word: str = "") -> Optional[De
 _FINAL = frozenset(("no_progress", "fatal", "cancelled", "fenced"))
 
 
-def decide(word: str, attempts: List[Made], limits: Limits, *, again: str, best: int = 0,
-           queued: bool = False) -> Decision:  # fmt: skip
+def decide(
+    word: str, counts: Counts, limits: Limits, *, again: str, queued: bool = False
+) -> Decision:
     """Return what follows an attempt that ended by this word.
 
-    `attempts`: all since the submission, this one included. `again`: the place's words for another
-    attempt that follows. `queued`: the scheduler itself has queued the job again.
+    `counts`: of all attempts since the submission, this one included. `again`: the place's words
+    for another attempt that follows. `queued`: the scheduler itself has queued the job again.
     """
     if word == "done":
         return Decision(word, "all steps made", again=False)
@@ -321,5 +322,5 @@ def decide(word: str, attempts: List[Made], limits: Limits, *, again: str, best:
         if limits.by_others:
             text = "the next job of the chain goes on"
         return Decision(word, text, again=False)
-    reached = None if queued else limit_reached(count(attempts, best), limits, word)
+    reached = None if queued else limit_reached(counts, limits, word)
     return reached or Decision(word, again, again=True)

@@ -57,9 +57,14 @@ class Children:
         """The exit status of the first that failed."""
         self._pause_s, self._signals, self._again_s = pause_s, 0, 0.0
 
-    def start(self, argv: Sequence[str], log: str, environ: Mapping[str, str]) -> None:
-        """Start a process that writes its output to the end of a file."""
-        with open(log, "ab") as output:
+    def start(self, argv: Sequence[str], log: Optional[str], environ: Mapping[str, str]) -> None:
+        """Start a process that writes its output to the end of a file, or where this one does.
+
+        Raises:
+            OSError: the program is not there, or cannot be executed.
+        """
+        with contextlib.ExitStack() as opened:
+            output = opened.enter_context(open(log, "ab")) if log else None
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environ)
             )
@@ -77,19 +82,35 @@ class Children:
                 self.stop()
         if self._signals and time.monotonic() >= self._again_s:
             self._signal(signal.SIGTERM if self._signals < MOST_TERMS else signal.SIGKILL)
+        if os.getpid() == 1:
+            self._reap_orphans()
         return bool(self.running)
+
+    def _reap_orphans(self) -> None:
+        """Reap the processes that a container's first process inherits, and no others."""
+        own = {process.pid for process in self.running}
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None or ended.si_pid in own:
+                    return
+                os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
         """Ask all processes to stop, if that has not been done yet."""
         if not self._signals:
             self._signal(signal.SIGTERM)
 
-    def _signal(self, number: signal.Signals) -> None:
-        self._signals += 1
-        self._again_s = time.monotonic() + self._pause_s
+    def send(self, number: signal.Signals) -> None:
+        """Send all processes a signal."""
         for process in self.running:
             with contextlib.suppress(OSError):
                 process.send_signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        self._signals += 1
+        self._again_s = time.monotonic() + self._pause_s
+        self.send(number)
 
 
 def parent_lives(parent: Optional[int]) -> bool:

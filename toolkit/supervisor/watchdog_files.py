@@ -11,7 +11,9 @@ _PROGRAMS = ("watchdog.py", "stragglers.py")
 _SITE = "sitecustomize.py"
 
 
-def write_watchdog(folder: str, *, watches: bool, reads_steps: bool, children: bool) -> str:
+def write_watchdog(
+    folder: str, *, watches: bool, reads_steps: bool, children: bool, tells_trainer: bool = False
+) -> str:
     """Write the programs into a folder; return the path of `start.sh`.
 
     Args:
@@ -19,16 +21,18 @@ def write_watchdog(folder: str, *, watches: bool, reads_steps: bool, children: b
         watches: Whether the watchdog runs, not only what prepares the ranks.
         reads_steps: Whether steps are read from the ranks' output (`log_pattern`).
         children: Whether child processes of a rank outlive a stop.
+        tells_trainer: Whether the watchdog tells Kubeflow Trainer how far the run is.
     """
     os.makedirs(os.path.join(folder, "site"), exist_ok=True)
     names = ["start.sh", f"site/{_SITE}"]
     if watches:
         names += [*_PROGRAMS, "site/rank_watch.py"]
         names += ["log_steps.py"] if reads_steps else []
+        names += ["trainer_status.py"] if tells_trainer else []
     if children:
         names.append("site/rank_children.py")
     for name in names:
-        source = pkgutil.get_data("toolkit.supervisor", "watchdog/" + name.rpartition("/")[2])
+        source = pkgutil.get_data(__package__, "watchdog/" + name.rpartition("/")[2])
         assert source is not None
         with open(os.path.join(folder, name), "wb") as file:
             file.write(source)

@@ -45,6 +45,8 @@ class FailedPart:
 
     name: str = "the run"
     """Such as `loss()`."""
+    layer: str = ""
+    """The layer whose forward pass has failed, by name and type."""
     given: str = ""
     """The tensors that it was working on."""
     alone: bool = False
@@ -72,8 +74,9 @@ def part_of(error: BaseException) -> FailedPart:
                 alone=name in ALONE,
                 on_a_batch=name in ("loss", "count", "score", "predictions"),
             )
-    if layer := _layer(frames):
-        return FailedPart(name="the forward pass", given=layer)
+    if found := _layer(frames):
+        layer, frame = found
+        return FailedPart(name="the forward pass", layer=layer, given=_given(layer, frame))
     modules = " ".join(str(frame.f_globals.get("__name__", "")) for frame in frames)
     if "torch.autograd" in modules:
         return FailedPart(name="the backward pass")
@@ -113,6 +116,11 @@ def is_ours_alone(error: BaseException) -> bool:
     return False
 
 
+def modules_of(error: BaseException) -> set[str | None]:
+    """Name our modules on the way to an error, below this package."""
+    return {_module(frame) for frame in _frames(error)}
+
+
 def in_short(error: BaseException) -> str:
     """Return an exception's type and message; of a process that reads ahead, those of its own."""
     text = f"{type(error).__name__}: {error}"
@@ -121,22 +129,47 @@ def in_short(error: BaseException) -> str:
     return [line for line in text.splitlines() if line and not NOTE.fullmatch(line)][-1]
 
 
-def _layer(frames: Sequence[FrameType]) -> str:
-    """Describe which layer was given what when a forward pass has failed."""
-    modules = [(frame, _receiver(frame)) for frame in frames]
-    passes = [
-        (frame, module)
-        for frame, module in modules
-        if isinstance(module, nn.Module) and frame.f_code.co_name == "forward"
-    ]
-    if not passes:
-        return ""
-    (_, root), (frame, layer) = passes[0], passes[-1]
-    # The outermost may be what torch has wrapped the model in.
-    name = next((name for name, module in root.named_modules() if module is layer), "")
-    name = re.sub(r"^((module|_orig_mod)(\.|$))+", "", name)
-    kind = type(layer).__name__
-    return _given(f"layer {name!r} ({kind})" if name else kind, frame)
+def place_of(error: BaseException) -> str:
+    """Name what has failed, with its layer or parameter, as far as the traceback tells."""
+    part = part_of(error)
+    name = "" if part.name == FailedPart.name else part.name
+    layer = part.layer or _worked_on(_frames(error))
+    return " at ".join(filter(None, (name, layer))) or "before the first step"
+
+
+def _worked_on(frames: Sequence[FrameType]) -> str:
+    """Name the layer or parameter that the innermost function with one works on."""
+    names = _names(frames)
+    for frame in reversed(frames):
+        for value in frame.f_locals.values():
+            if id(value) in names:
+                return names[id(value)]
+    return ""
+
+
+def _names(frames: Sequence[FrameType]) -> dict[int, str]:
+    """Name layers and parameters of the largest model that some functions work on, by identity."""
+    values = [value for frame in frames for value in frame.f_locals.values()]
+    # A strategy has its model as an attribute.
+    values += [v for f in frames for v in getattr(_receiver(f), "__dict__", {}).values()]
+    models = [value for value in values if isinstance(value, nn.Module)]
+    model = max(models, key=lambda one: sum(1 for _ in one.modules()), default=nn.Module())
+    names = {}
+    for name, part in (*model.named_modules(), *model.named_parameters()):
+        # Leave out what torch has wrapped the model in.
+        if plain := re.sub(r"^((module|_orig_mod)(\.|$))+", "", name):
+            kind = f" ({type(part).__name__})" if isinstance(part, nn.Module) else ""
+            names[id(part)] = f"{'layer' if kind else 'parameter'} {plain!r}{kind}"
+    return names
+
+
+def _layer(frames: Sequence[FrameType]) -> tuple[str, FrameType] | None:
+    """Name the layer whose forward pass has failed, and return its frame."""
+    for frame in reversed(frames):
+        layer = _receiver(frame)
+        if isinstance(layer, nn.Module) and frame.f_code.co_name == "forward":
+            return _names(frames).get(id(layer), type(layer).__name__), frame
+    return None
 
 
 def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> str:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 STRATEGIES = ("single", "manual", "dataparallel", "ddp", "ps")
 
 
-def layers(model: nn.Module) -> list[str]:
-    """Name the layers of a model that give their weights sparse gradients."""
-    return [
-        f"layer {name!r} ({type(module).__name__}, sparse=True)"
+def layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Find the layers of a model that give their weights sparse gradients."""
+    return {
+        f"layer {name!r} ({type(module).__name__}, sparse=True)": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         and module.sparse
         and module.weight.requires_grad
-    ]
+    }
 
 
 def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
@@ -36,6 +36,19 @@ def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
         for name, parameter in parameters
         if parameter.grad is not None and parameter.grad.layout != torch.strided
     ]
+
+
+def refuse_exchange(names: Iterable[str], *, task: str) -> None:
+    """Refuse sparse gradients that DistributedDataParallel has failed to exchange.
+
+    Raises:
+        UsageError: names the parameter.
+    """
+    raise UsageError(
+        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients, which --strategy "
+        "ddp exchanges for an nn.Embedding or nn.EmbeddingBag beside other layers only: use one "
+        "in place of functional.embedding(), or dense gradients (sparse=False)"
+    )
 
 
 def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) -> None:

@@ -136,7 +136,7 @@ class Strategy(ABC):
         self._given, self._originals = Inventory.of([model]), Originals(model)
         self.evaluating = settle(model)
         """Layers that only evaluate, as the task has set them."""
-        self.sparse_layers = sparse.layers(model)
+        self.sparse_layers = list(sparse.layers(model))
         self.shard = parts.layout.shard(parts.group.rank_info.rank)
         self.shards = parts.layout.shards
         self.axes = (self.shard,)

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cli.compatibility import exact_problems
 from ..data.order import Batch, seed_generators, seed_of, share_of
 from ..errors import UsageError
-from ..model import batchnorm, compilation
+from ..model import batchnorm, compilation, sparse
 from ..model.trees import joined
 from .base import Parts, Sums, WholeModel
 from .consistency import some_of
+from .sparse_exchange import SparseGradients
 from .writes import Writes
 
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -34,8 +35,9 @@ class DataParallel(WholeModel):
         super().__init__(parts, parts.model())
         device = parts.group.device
         compilation.compile_whole(self.model, parts.config)
+        self._sparse = SparseGradients(self.model)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # torch's
-            self.model, batchnorm.never_sent(self.model)
+            self.model, [*batchnorm.never_sent(self.model), *self._sparse.names]
         )
         # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
@@ -62,7 +64,11 @@ class DataParallel(WholeModel):
                 self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._running_statistics = batchnorm.moving_places(self.model)
         # In the order in which the reducer numbers them.
-        self._trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._trainable = [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and name not in self._sparse.names
+        ]
         self._frozen = Frozen(self.model, parts)
 
     def warm_up(self, batch: Batch) -> None:
@@ -81,7 +87,7 @@ class DataParallel(WholeModel):
             with self.unchanged():
                 writes = Writes(dict(self.named_parameters()), self.norm_device)
                 writes.start()
-                self.accumulate([batch.zeros()])
+                self._accumulate_zeros(batch)
                 written.append({*writes.names()})
         if once := written[0] - written[1]:
             raise UsageError(
@@ -89,6 +95,16 @@ class DataParallel(WholeModel):
                 f"{some_of(once)} in its first pass only, which ranks make on zeros; have model() "
                 "write it, or use --strategy single"
             )
+
+    def _accumulate_zeros(self, batch: Batch) -> None:
+        try:
+            self.accumulate([batch.zeros()])
+        except RuntimeError as error:
+            # torch names no parameter.
+            if "sparse" not in str(error).lower():
+                raise
+            names = [*sparse.gradients(self.named_parameters()), *self.sparse_layers]
+            sparse.refuse_exchange(names, task=self.task.name)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of the summed loss; exchange them once, in the last backward pass."""
@@ -102,6 +118,7 @@ class DataParallel(WholeModel):
                 sums.append(self.backward(batch, factor * self.shards))
         self._frozen.check()
         self._complete()
+        self._sparse.average()
         batchnorm.average_buffers(self._running_statistics)
         return self.total(sums)
 

@@ -256,12 +256,15 @@ class Units:
     def written(self) -> list[str]:
         """Name the parameters whose copies have been written."""
         owners = {id(p): name for name, p in self._model.named_parameters()}
-        return [
-            owners[id(parameter.sharded_param)]
+        overwritten = [
+            parameter
             for group in self._groups
             for parameter in group.fsdp_params
             if id(parameter) in self._overwritten
         ]
+        # A module has the one or the other: stages of a pipeline stay gathered.
+        both = [(id(p.sharded_param), id(p._unsharded_param)) for p in overwritten]
+        return [owners[own if own in owners else gathered] for own, gathered in both]
 
     def _before_use(self, group: Any, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Note what a unit's whole parameters hold, in the first step."""

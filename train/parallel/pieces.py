@@ -11,12 +11,10 @@ branches depend on its data runs on the CPU instead, and the outputs are compare
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.order import Batch
@@ -26,8 +24,6 @@ from .base import Parts
 
 FAR = 1e-6
 """Beside the size of the outputs; the operations are the same ones, in the same order."""
-CHECKPOINT = "CheckpointFunctionBackward"
-"""The node of a reentrant activation checkpoint in a graph."""
 MOST_READS = 1000
 """How often a model may read a number of its data before it is taken for a loop."""
 
@@ -78,85 +74,6 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
             "(`head.weight = embedding.weight`) instead, or have pieces() name '' (the whole "
             "model), or use --strategy ddp"
         )
-
-
-def check_one_backward_pass(parts: Parts, batch: Batch, *, flags: str) -> None:
-    """Make sure that a model bears a backward pass in two parts: for inputs, then for weights.
-
-    A hook on an activation would run in both, and a reentrant checkpoint in neither; behind a
-    layer's backward hook torch does not find the second part.
-
-    Raises:
-        UsageError: on all ranks; names the layer.
-    """
-    problem = ""
-    if parts.group.rank_info.rank == 0 and len(batch):
-        # What cannot run on the device `meta` is not looked at.
-        with suppress(Exception):
-            problem = _bound_to_one_pass(parts.sketch(torch.device("meta")), batch.inputs)
-    if problem := parts.group.broadcast(problem):
-        raise UsageError(
-            f"{flags}: the model of task {parts.task.name!r} {problem}, but the backward pass of "
-            "this schedule goes through a stage in two parts; use another --pp-schedule, such as "
-            "1F1B"
-        )
-
-
-def _bound_to_one_pass(model: nn.Module, inputs: Tree) -> str:
-    """Describe the first layer that hooks a gradient, or is a reentrant checkpoint."""
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            return f"has a backward hook on layer {name!r}"
-    seen: set[object] = set()
-    calls = _HookCalls(model)
-
-    def look(name: str, module: nn.Module, arguments: object, outputs: Tree) -> None:
-        if not calls.problem and _finds(CHECKPOINT, tensors_of(outputs), seen):
-            calls.problem = f"checkpoints its activations in layer {name!r} with use_reentrant=True"
-
-    for name, module in model.named_modules():
-        module.register_forward_hook(partial(look, name))
-    given = mapped(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"), calls:
-        model.train()(given)
-    return calls.problem
-
-
-def _finds(wanted: str, outputs: Sequence[Tensor], seen: set[object]) -> bool:
-    """Whether the graph of some tensors has a node of that name; `seen` nodes are passed over."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            if node.name() == wanted:
-                return True
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return False
-
-
-class _HookCalls(TorchFunctionMode):
-    """Notes the layer that registers a hook on an activation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.problem = ""
-        self._running: list[str] = []
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
-            module.register_forward_hook(self._leave)
-
-    def _leave(self, *_: object) -> None:
-        # A hook that returned a name would replace the layer's output.
-        self._running.pop()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in (Tensor.register_hook, Tensor.retain_grad) and not args[0].is_leaf:
-            layer = self._running[-1] if self._running else ""
-            self.problem = self.problem or f"registers a hook on an activation in layer {layer!r}"
-        return func(*args, **(kwargs or {}))
 
 
 def looks_at_data(parts: Parts, batch: Batch) -> bool:

@@ -21,7 +21,7 @@ from ..model.trees import tensors_of
 from ..parallel.base import Parts
 from ..parallel.consistency import fingerprint
 from . import trial
-from .causes import UNKNOWN, likeliest, observe
+from .causes import UNKNOWN, likeliest, observe, some
 from .comparison import STEPS, Bounds, Difference, State, first_difference
 from .draws import RandomState, double_precision
 from .manner import ADVICE, Manner, held, manner_of
@@ -46,6 +46,8 @@ class Verdict:
     steps: int = 0
     samples: int = 0
     """Of each step that was compared."""
+    passes: int = 1
+    """Of one process in each of them: as many as the micro-batches of a rank."""
     seconds: float = 0.0
     """What the proof has cost."""
 
@@ -129,6 +131,7 @@ def _prove(parts: Parts, patience_s: float) -> Verdict:
         accepted=manner.accepted,
         steps=STEPS,
         samples=cut.batch,
+        passes=cut.micro_batches,
     )
 
 
@@ -252,8 +255,8 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
     batch = data.part(0, max(cut.batch, SAMPLES)).to(other.group.device)
     one = trial.parts_of_one_process(other)
     try:
-        seen = observe(other.task, one.model(), batch)
-        cause = likeliest(difference, seen, recomputed=other.config.activation_checkpointing)
+        seen = observe(one.model(), batch)
+        cause = likeliest(difference, seen)
         if cause != UNKNOWN or difference.step != 1 or manner.apart:
             return cause
         if cut.parts == 1:
@@ -270,6 +273,12 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
             first_difference(found.state, state, start, step=1, bounds=bounds, parameters=())
             is None
         ):
+            if seen.moved and cut.micro_batches > 1:
+                return (
+                    f"forward() moves buffer {some(seen.moved)} in each pass and reads it in the "
+                    "next, where each rank has moved it by its own samples; read it only after a "
+                    "step, when ranks have taken the mean, or use one pass per step"
+                )
             return (
                 "a layer or the loss reads other samples of its pass, such as a branch on a sum "
                 f"over the batch: one process that computes each share by itself gets the same; "

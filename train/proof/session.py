@@ -4,10 +4,13 @@ A run is proved at its first start, before the first step. `--verify-only` does 
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from .. import parallel, tasks
 from ..cli.config import Config
-from ..errors import EXIT_DONE, ProofError
+from ..errors import EXIT_DONE, ProofError, StrategyError, TrainError, is_collateral
+from ..failure.record import report
 from ..parallel.base import Parts
 from ..parallel.layout import Layout
 from ..rundir.console import Console
@@ -15,11 +18,11 @@ from ..rundir.files import VERSION, RunDirectory, write_atomically
 from ..rundir.jsonl import dump
 from ..runtime import devices
 from ..runtime.devices import written
-from ..runtime.process_group import open_group
+from ..runtime.process_group import RankGroup, open_group
 from ..runtime.rank import RankInfo
-from ..tasks.base import sketch_of
+from ..tasks.base import Task, sketch_of
 from .proving import PATIENCE_S, Verdict, prove
-from .trial import Cut, copied
+from .trial import Cut, copied, one_process_trains
 
 RECORD = "proof.json"
 SHARE = 0.5
@@ -62,27 +65,77 @@ def before_training(parts: Parts, directory: RunDirectory, console: Console) -> 
 
 
 def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
-    """Prove what a command line would train; nothing is trained or written.
+    """Prove what a command line would train, and return the exit status; nothing is written.
+
+    A refusal has been reported by then.
+    """
+    task: Task | None = None
+    try:
+        task = tasks.load(config.task)
+        layout = config.layout_on(rank_info)
+        with open_group(rank_info, config) as group:
+            parts = Parts(task=task, config=config, layout=layout, group=group)
+            if not is_cut(config, layout, rank_info):
+                console.say("proof: one process with the whole batch trains what is written")
+                return EXIT_DONE
+            # Its own checks come first, as at a start.
+            with refusing_failures(parts):
+                parallel.build(config.strategy_on(rank_info), parts).verify()
+            verdict = _verdict(parts)
+            if verdict.problem:
+                raise ProofError(_refusal(parts, verdict))
+            if verdict.missing:
+                raise ProofError(f"--verify-only: there is no proof: {verdict.missing}")
+            console.say(described(verdict))
+        return EXIT_DONE
+    except Exception as error:
+        return report(error, rank_info, task)
+
+
+@contextmanager
+def refusing_failures(parts: Parts) -> Iterator[None]:
+    """Refuse a strategy that raises an exception for a model which one process trains.
+
+    Where one process fails as well, the error is the model's own, and stays as it is. So it does
+    where data or checkpoints are at fault, and with `--no-verify`.
 
     Raises:
-        ProofError: on all ranks; as `before_training()`, and where there is no proof.
+        StrategyError: on the ranks that have failed; the others see them go.
     """
-    task = tasks.load(config.task)
-    layout = config.layout_on(rank_info)
-    with open_group(rank_info, config) as group:
-        parts = Parts(task=task, config=config, layout=layout, group=group)
-        if not is_cut(config, layout, rank_info):
-            console.say("proof: one process with the whole batch trains what is written")
-            return EXIT_DONE
-        # Its own checks come first, as at a start.
-        parallel.build(config.strategy_on(rank_info), parts).verify()
-        verdict = _verdict(parts)
-        if verdict.problem:
-            raise ProofError(_refusal(parts, verdict))
-        if verdict.missing:
-            raise ProofError(f"--verify-only: there is no proof: {verdict.missing}")
-        console.say(described(verdict))
-    return EXIT_DONE
+    try:
+        yield
+    except (TrainError, OSError):
+        raise
+    except Exception as error:
+        # Only here, as few runs need them.
+        from ..failure.diagnose import in_short, place_of
+
+        if not _may_be_of_the_strategy(error, parts) or not one_process_trains(parts):
+            raise
+        text = " ".join(in_short(error).split())
+        raise StrategyError(
+            f"{_how(parts)} fails with task {parts.task.name!r}, which one process trains: "
+            f"{place_of(error)}: {text}; use another --strategy or other options, or --no-verify "
+            "to see the traceback"
+        ) from error
+
+
+def _may_be_of_the_strategy(error: Exception, parts: Parts) -> bool:
+    """Whether it is worth asking one process, and whether that can be asked."""
+    from ..failure.diagnose import modules_of, part_of
+
+    config, group, part = parts.config, parts.group, part_of(error)
+    if config.verify is False or not is_cut(config, parts.layout, group.rank_info):
+        return False
+    if is_collateral(error) or (part.alone and part.name != "model()"):
+        return False
+    if any(name and name.startswith("checkpoints.") for name in modules_of(error)):
+        return False
+    # A model that cannot be made is the user's to repair.
+    with suppress(Exception):
+        memory = devices.memory_of_a_rank(group)
+        return not memory_problem(_weights(parts.task), memory, ranks=_sharing(group))
+    return False
 
 
 def is_cut(config: Config, layout: Layout, rank_info: RankInfo) -> bool:
@@ -98,9 +151,10 @@ def described(verdict: Verdict) -> str:
     if verdict.missing:
         return f"no proof before training: {verdict.missing}"
     accepted = f", but for what is accepted ({', '.join(verdict.accepted)})"
+    passes = f" with {verdict.passes} passes per step" if verdict.passes > 1 else ""
     return (
         f"proof: {verdict.steps} steps of {verdict.samples} samples equal those of one process"
-        f"{accepted if verdict.accepted else ''} ({verdict.seconds:.1f} s)"
+        f"{passes}{accepted if verdict.accepted else ''} ({verdict.seconds:.1f} s)"
     )
 
 
@@ -123,23 +177,30 @@ def memory_problem(weights: int, memory: int, *, ranks: int) -> str:
 
 def _verdict(parts: Parts) -> Verdict:
     config, group = parts.config, parts.group
-    weights = 0
-    if group.rank_info.rank == 0:
-        weights = sum(parameter.numel() for parameter in sketch_of(copied(parts.task)).parameters())
-    weights = group.broadcast(weights)
-    on_gpu = group.device.type == "cuda"
-    ranks = 1 if on_gpu else group.rank_info.local_world_size
+    weights = group.broadcast(_weights(parts.task) if group.rank_info.rank == 0 else 0)
     memory = min(group.gather(devices.memory_of_a_rank(group)))
-    if problem := memory_problem(weights, memory, ranks=ranks):
+    if problem := memory_problem(weights, memory, ranks=_sharing(group)):
         return Verdict(missing=problem)
     patience = float("inf") if config.verify or config.verify_only else PATIENCE_S
-    return prove(parts, patience_s=patience)
+    with refusing_failures(parts):
+        return prove(parts, patience_s=patience)
+
+
+def _weights(task: Task) -> int:
+    return sum(parameter.numel() for parameter in sketch_of(copied(task)).parameters())
+
+
+def _sharing(group: RankGroup) -> int:
+    """Count the ranks that share the memory of one."""
+    return 1 if group.device.type == "cuda" else group.rank_info.local_world_size
+
+
+def _how(parts: Parts) -> str:
+    return f"--strategy {parts.config.strategy_on(parts.group.rank_info)} ({parts.layout})"
 
 
 def _refusal(parts: Parts, verdict: Verdict) -> str:
-    rank_info = parts.group.rank_info
-    how = f"--strategy {parts.config.strategy_on(rank_info)} ({parts.layout})"
     return (
-        f"{how} would not train task {parts.task.name!r} as one process does: {verdict.problem}; "
-        "--no-verify trains without this proof"
+        f"{_how(parts)} would not train task {parts.task.name!r} as one process does: "
+        f"{verdict.problem}; --no-verify trains without this proof"
     )

@@ -167,8 +167,9 @@ def config_of_one_process(config: Config) -> Config:
     plain = {
         name: getattr(Config, name)
         for name in ("pp_schedule", "cp_method", "loss_parallel", "reduce", "virtual_shards",
-                     "cpu_offload", "meta_init", "sync_batch_norm", "activation_checkpointing",
-                     "gradient_sync", "ps_mode", "local_steps", "local_start")
+                     "cpu_offload", "meta_init", "comm_hook", "sync_batch_norm",
+                     "activation_checkpointing", "gradient_sync", "ps_mode", "local_steps",
+                     "local_start")
     }  # fmt: skip
     return dataclasses.replace(config, strategy="single", **axes, **plain)  # type: ignore[arg-type]
 
@@ -342,6 +343,26 @@ def parts_of_one_process(parts: Parts) -> Parts:
 def by_one_process(parts: Parts, cut: Cut, *, apart: bool) -> Trial:
     """Set up the side of one process; rank 0 alone calls this."""
     return Trial(OneProcess(parts_of_one_process(parts), cut, apart=apart))
+
+
+def one_process_trains(parts: Parts) -> bool:
+    """Whether one process makes the steps of a trial; a rank calls this by itself."""
+    strategy = parts.config.strategy_on(parts.group.rank_info)
+    try:
+        cut = Cut.of(parts.config, parts.layout, strategy)
+        samples, _ = few_samples(parts.task, parts.config, STEPS * cut.batch)
+        sides = dataclasses.replace(
+            parts,
+            task=with_samples(parts.task, samples),
+            config=config_of_trial(parts.config, cut, strategy, exact_numbers=True),
+        )
+        one = by_one_process(sides, cut, apart=False)
+        for _ in range(STEPS):
+            one.step()
+        one.close()
+    except Exception:  # of the user's own model, whatever it may be
+        return False
+    return True
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from tests.train.dryrun.test_counts import LARGE
-from tests.train.support.ladder import Alone, trainer_of
+from tests.train.support.ladder import trainer_of
 from train.cli.config import Config
 from train.dryrun import autocast, examine
 from train.dryrun.autocast import as_on_cuda
 from train.dryrun.counters import ACTIVATIONS
 from train.parallel.layout import Layout
+from train.runtime.process_group import Alone
 from train.runtime.rank import RankInfo
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"

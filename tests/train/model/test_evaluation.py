@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from tests.train.support.ladder import double_precision, like_the_models
+from tests.train.support.ladder import like_the_models
 from tests.train.support.making import config_of, trainer_for
 from tests.train.support.ranks import on_ranks
 from train import tasks
@@ -19,6 +19,7 @@ from train.data.loader import source_of
 from train.data.order import Batch
 from train.model.evaluation import batch_size, measure
 from train.parallel.base import Strategy, Tally, tally
+from train.proof.draws import double_precision
 from train.rundir.files import read_lines
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import _random
 
-from tests.train.support.ladder import double_precision, like_the_models
+from tests.train.support.ladder import like_the_models
 from tests.train.support.making import trainer_for
 from train.cli.compatibility import problems
 from train.cli.config import Config
@@ -28,6 +28,7 @@ from train.model.batchnorm import SynchronisedBatchNorm
 from train.parallel.base import Parts, WholeModel
 from train.parallel.layout import Layout
 from train.parallel.one_process import Manual, Single, Threaded
+from train.proof.draws import double_precision
 from train.runtime.devices import agree_on_device, device_and_backend, gpu_of, set_tf32
 from train.runtime.process_group import RankGroup, arrange, open_group
 from train.runtime.rank import RankInfo

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.train.support import kinds
-from tests.train.support.ladder import Recording, merged
+from tests.train.support.ladder import STEPS, merged, weights_of
 from tests.train.support.making import group_of, trainer_for
 from tests.train.support.ranks import on_ranks
 from train.data.loader import source_of
@@ -133,10 +133,13 @@ def outcome(
         if ranks > 1:
             # Leaves no trace.
             trainer.measure()
-        record = Recording(trainer)
+        losses = []
+        for _ in range(STEPS):
+            trainer.train_step()
+            losses.append(trainer.progress.metrics["loss"])
     except UsageError as error:
         return str(error), {}, []
-    return "", merged(trainer.group, record.final), record.losses
+    return "", merged(trainer.group, weights_of(trainer)), losses
 
 
 def all_of(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[str]:
@@ -158,16 +161,6 @@ def all_of(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[str]:
     return found
 
 
-def check(cases: list[Case], ranks: int, folder: Path) -> None:
-    wrong = []
-    for rank, found in enumerate(on_ranks(ranks, all_of, ranks, cases, folder)):
-        for (task, chosen, words), text in zip(cases, found, strict=True):
-            if not re.fullmatch(words, text, re.DOTALL):
-                wrong.append(f"{task} {chosen} on rank {rank}: {text or 'trained'}")
-    if wrong:
-        pytest.fail("\n".join(wrong))
-
-
 # What several strategies share, several kinds of models need not show.
 AGAIN = [
     (task, how, words)
@@ -177,17 +170,38 @@ AGAIN = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param([case for case in TWO if case not in AGAIN], id="each"),
-        pytest.param(AGAIN, id="again", marks=pytest.mark.slow),
-    ],
-)
-def test_two_ranks_train_each_kind_as_one_process_or_refuse_it(
-    cases: list[Case], tmp_path: Path
-) -> None:
-    check(cases, 2, tmp_path)
+EACH = [case for case in TWO if case not in AGAIN]
+
+
+def everything(
+    rank: int, folder: Path
+) -> tuple[list[str], list[str], tuple[list[Tensor], list[Tensor]]]:
+    """What the tests of the gate look at, in one start of the ranks."""
+    return all_of(rank, 2, EACH, folder), refusals_of_data(rank), masks(rank, folder / "masks")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return on_ranks(2, everything, tmp_path_factory.mktemp("kinds"))
+
+
+def check(cases: list[Case], every: list[list[str]]) -> None:
+    for rank, found in enumerate(every):
+        wrong = [
+            f"{task} {chosen} on rank {rank}: {text or 'trained'}"
+            for (task, chosen, words), text in zip(cases, found, strict=True)
+            if not re.fullmatch(words, text, re.DOTALL)
+        ]
+        assert not wrong, "\n".join(wrong)
+
+
+def test_two_ranks_train_each_kind_as_one_process_or_refuse_it(seen: list[Any]) -> None:
+    check(EACH, [kinds for kinds, _, _ in seen])
+
+
+@pytest.mark.slow
+def test_more_strategies_train_each_kind_so(tmp_path: Path) -> None:
+    check(AGAIN, on_ranks(2, all_of, 2, AGAIN, tmp_path))
 
 
 def test_a_loaded_model_that_evaluates_as_a_whole_trains_as_a_whole() -> None:
@@ -264,18 +278,18 @@ def refusals_of_data(rank: int) -> list[str]:
     return found
 
 
-def test_a_dataset_that_is_cut_by_rank_is_refused() -> None:
+def test_a_dataset_that_is_cut_by_rank_is_refused(seen: list[Any]) -> None:
     given = "task 'pairs': the ranks were given different data: "
-    for same, cut, shorter, longer in on_ranks(2, refusals_of_data):
+    for _, (same, cut, shorter, longer), _ in seen:
         assert same == ""
         assert cut.startswith(f"{given}samples of the training data (tensor 0);")
         assert shorter.startswith(f"{given}the number of test samples;")
         assert longer.startswith(f"{given}the number of training samples;")
 
 
-def masks(rank: int, folder: Path) -> list[list[Tensor]]:
+def masks(rank: int, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
     """What two dropout layers keep in the second step, of a run and of one that resumes there."""
-    found = []
+    found: list[list[Tensor]] = []
     for number in range(2):
         config = {**COMMON, **TP, "task": f"{FILE}:Dropped"}
         trainer = trainer_for(rank, 2, folder / str(number), **config)
@@ -289,11 +303,11 @@ def masks(rank: int, folder: Path) -> list[list[Tensor]]:
             layer.register_forward_hook(lambda *given, kept=kept: kept.append(given[2] != 0))
         trainer.train_step()
         found.append(kept)
-    return found
+    return found[0], found[1]
 
 
-def test_ranks_that_hold_other_units_drop_other_places(tmp_path: Path) -> None:
-    (first, resumed), (other, _) = on_ranks(2, masks, tmp_path)
+def test_ranks_that_hold_other_units_drop_other_places(seen: list[Any]) -> None:
+    (*_, (first, resumed)), (*_, (other, _)) = seen
     assert first[0].shape == (12, kinds.WIDTH // 2)
     assert not torch.equal(first[0], other[0])
     assert torch.equal(first[1], other[1])

@@ -21,7 +21,7 @@ OF_OTHERS = (
 )
 OF_DDP = {
     "base", "checksum", "consistency", "ddp", "layout", "pipeline", "pipeline.split", "replacement",
-    "watch", "writes",
+    "sparse_exchange", "watch", "writes",
 }  # fmt: skip
 RUN = """
 import json, pathlib, sys

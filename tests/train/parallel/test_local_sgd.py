@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.support.ladder import double_precision, like_the_models, trainer_of
+from tests.train.support.ladder import like_the_models, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import SampleOrder, share_of
 from train.loop import Trainer
 from train.parallel.layout import Layout
+from train.proof.draws import double_precision
 from train.runtime.process_group import RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from tests.train.conftest import Start
 from tests.train.support.ladder import Recording, merged
-from tests.train.support.making import trainer_for
+from tests.train.support.making import refusal, trainer_for
 from tests.train.support.nested import KINDS, Nested
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
@@ -94,14 +94,6 @@ def trained(rank: int, ranks: int, folder: Path, task: str, **chosen: Any) -> Tr
     return merged(trainer.group, record.final), record.losses, trainer.measure()
 
 
-def refusal(rank: int, folder: Path, task: str, **chosen: Any) -> str:
-    try:
-        trainer_for(rank, 2, folder, task=f"{FILE}:{task}", **chosen).resume()
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def sharded_tally() -> Tally:
     """Measure outputs that are divided among the ranks."""
     mesh = init_device_mesh("cpu", (2,))
@@ -118,7 +110,7 @@ def all_on_two(rank: int, folder: Path) -> tuple[dict[str, Trained], dict[str, s
         for name, (task, chosen) in ON_TWO.items()
     }
     refused = {
-        name: refusal(rank, folder / name, task, **chosen)
+        name: refusal(rank, 2, folder / name, task=f"{FILE}:{task}", **chosen)
         for name, (task, chosen, _) in REFUSED.items()
     }
     return found, refused, sharded_tally()

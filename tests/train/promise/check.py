@@ -271,7 +271,7 @@ def judge(one: Draw, pool: Pool) -> Judgement:
             starts = [(one.layout, RESUMED_AT), (one.then, STEPS)]
         before = 0
         for layout, steps in starts:
-            ended = pool.run(layout.ranks, [*argv, *one.flags(layout, steps)], {})
+            ended = pool.run(layout.ranks, [*argv, *one.flags(layout, steps)])
             losses = _losses(run_dir / "metrics.jsonl")
             if ended.status == 2:
                 return _refused(one, ended.output, steps=len(losses) - before)
@@ -279,6 +279,8 @@ def judge(one: Draw, pool: Pool) -> Judgement:
                 what = "hangs" if ended.status is None else f"crashes {ended.statuses}"
                 return Judgement(broken=what, output=ended.output)
             before = len(losses)
+            if one.then is not None and one.then.ranks != layout.ranks and steps < STEPS:
+                pool.end(layout.ranks)
         end = load_file(export)
     far = distance(learnt, losses, end)
     if far <= FAR:
@@ -327,7 +329,10 @@ def _refused(one: Draw, output: str, *, steps: int) -> Judgement:
         return Judgement(broken="refused without a name", output=output)
     if steps and not one.model.changes_later:
         return Judgement(broken=f"refused after step {steps}", output=output)
-    return Judgement(kept="refused", output=reason)
+    if "is in use: " in reason:
+        return Judgement(broken="refused for an earlier run", output=output)
+    kept = "refused as it fails" if " fails with task " in reason else "refused"
+    return Judgement(kept=kept, output=reason)
 
 
 def smallest(one: Draw, pool: Pool, *, tries: int = 60) -> tuple[Draw, Judgement]:

@@ -9,12 +9,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.train.support.processes import PROCESSES
+from tests.train.support.whole_runs import Ended, environment_of, output, outputs
 
 # Generous: a loaded machine is slow, not broken.
 PATIENCE_S = 300.0
@@ -25,25 +25,6 @@ MOST_JOBS = 60
 """After so many trainings processes are replaced, for what each of them leaves behind."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a training has ended."""
-
-    statuses: tuple[int | None, ...]
-    """Exit status by rank; None: it had to be ended."""
-    output: str
-    """All that its ranks have printed."""
-
-    @property
-    def status(self) -> int | None:
-        """0, 2 if a rank refuses, None if ranks hang, else 1."""
-        if 2 in self.statuses:
-            return 2
-        if any(self.statuses):
-            return 1
-        return None if None in self.statuses else 0
-
-
 class Pool:
     """Starts ranks when they are needed, by their number."""
 
@@ -51,7 +32,7 @@ class Pool:
         self._ranks: dict[int, list[tuple[BaseProcess, Connection]]] = {}
         self._jobs: dict[int, int] = {}
 
-    def run(self, ranks: int, argv: Sequence[str], environ: Mapping[str, str]) -> Ended:
+    def run(self, ranks: int, argv: Sequence[str]) -> Ended:
         """Run the command line of `train` on so many ranks."""
         if ranks not in self._ranks:
             self._ranks[ranks] = [_started() for _ in range(ranks)]
@@ -61,26 +42,17 @@ class Pool:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for rank, (_, connection) in enumerate(members):
-                variables = dict(environ)
-                if ranks > 1:
-                    variables |= {
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(ranks),
-                        "LOCAL_RANK": str(rank),
-                        "LOCAL_WORLD_SIZE": str(ranks),
-                        "TRAIN_MEETING": f"file://{folder}/meeting",
-                    }
-                connection.send((list(argv), variables, str(folder / f"output-{rank}")))
+                variables = environment_of(rank, ranks, folder)
+                connection.send((list(argv), variables, str(output(folder, rank))))
             statuses = self._statuses(members)
             if any(statuses) or None in statuses or self._jobs[ranks] >= MOST_JOBS:
-                self._end(ranks)
-            texts = [path.read_text() for path in sorted(folder.glob("output-*"))]
-        return Ended(statuses=tuple(statuses), output="\n".join(texts))
+                self.end(ranks)
+            return Ended(statuses=tuple(statuses), output=outputs(folder))
 
     def close(self) -> None:
         """End all ranks."""
         for ranks in list(self._ranks):
-            self._end(ranks)
+            self.end(ranks)
 
     def _statuses(self, members: Sequence[tuple[BaseProcess, Connection]]) -> list[int | None]:
         statuses: dict[int, int | None] = {}
@@ -98,7 +70,8 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + echoes)
         return [statuses.get(rank) for rank in range(len(members))]
 
-    def _end(self, ranks: int) -> None:
+    def end(self, ranks: int) -> None:
+        """End ranks of this number, and with them their hold of a run directory."""
         for process, connection in self._ranks.pop(ranks):
             connection.close()
             process.kill()
@@ -124,11 +97,10 @@ def _serve(connection: Connection) -> None:
         os.dup2(nowhere.fileno(), 2)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            argv, environ, output = connection.recv()
-            connection.send(_trained(argv, environ, output))
+            connection.send(_trained(*connection.recv()))
 
 
-def _trained(argv: Sequence[str], environ: Mapping[str, str], output: str) -> int:
+def _trained(argv: Sequence[str], environ: Mapping[str, str], printed: str) -> int:
     """Do what a process of `python -m train` does; give its exit status."""
     import traceback
 
@@ -144,7 +116,7 @@ def _trained(argv: Sequence[str], environ: Mapping[str, str], output: str) -> in
     from train.session import train
 
     os.environ.update(environ)
-    with Path(output).open("w") as file:
+    with Path(printed).open("w") as file:
         sys.stdout = sys.stderr = file
         # As a user's own Python: a warning is no error.
         warnings.resetwarnings()

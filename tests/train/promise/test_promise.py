@@ -89,6 +89,15 @@ def test_what_a_draw_has_failed_of_once_does_not_come_again(name: str, pool: Poo
     assert (judged.kept, judged.broken) == (wanted, ""), judged.output
 
 
+@pytest.mark.parametrize("loss", ["sum", "reads weights"])
+def test_a_sparse_layer_trains_behind_others_and_where_the_loss_reads_it(
+    loss: str, pool: Pool
+) -> None:
+    model = Model(blocks=(("mlp",), ("sparse embedding",)), loss=loss)
+    judged = judge(Draw(model=model, layout=LAYOUTS[layout_of("--strategy", "ddp")]), pool)
+    assert judged.kept == "equal", judged
+
+
 def test_naming_the_dropout_layers_leaves_a_model_that_the_task_holds_alone(pool: Pool) -> None:
     model = Model(blocks=(("linear", "no dropout"),), loss="reads weights")
     judged = judge(Draw(model=model, layout=Layout(ranks=1, flags=("--dropout", "0.0"))), pool)

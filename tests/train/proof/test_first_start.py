@@ -67,10 +67,21 @@ def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) 
     assert unwanted.status == 0 and "proof: " not in unwanted.output
 
 
+def test_a_strategy_that_fails_where_one_process_trains_is_refused(tmp_path: Path) -> None:
+    ended = train(tmp_path, "Forgetting", "--activation-checkpointing")
+    assert ended.status == 2 and "Traceback" not in ended.output
+    assert re.search(
+        r"--strategy single \(1 rank\) fails with task '.*:Forgetting', which one process trains: "
+        r"the forward pass at layer '1' \(Once\): ValueError: the input is gone; use another --str",
+        ended.output,
+    ), ended.output
+    assert json.loads((tmp_path / "outcome.json").read_text())["status"] == "fatal"
+
+
 def test_verify_only_trains_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "none"
     proof = train(folder, "Plain", *CUT, "--verify-only")
-    assert proof.status == 0 and "proof: 3 steps of 4 samples equal" in proof.output
+    assert proof.status == 0 and "equal those of one process with 2 passes" in proof.output
     assert train(folder, "Contrastive", *CUT, "--verify-only").status == 2
     whole = train(folder, "Contrastive", "--verify-only")
     assert whole.status == 0 and "one process with the whole batch" in whole.output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
-from train.data.order import Batch
-from train.tasks.base import Task
+from tests.train.support import proved
 
-WIDTH = 8
+WIDTH = proved.WIDTH
 
 
 class Net(nn.Module):
@@ -32,62 +31,60 @@ class Net(nn.Module):
         return outputs
 
 
-class Kind(Task):
-    """Fit 48 numbers."""
+class Kind(proved.Plain):
+    """Fit 48 numbers by this net."""
 
     name = "kind"
-    cut = False
-    """Whether units of sharded data parallel are the layers, rather than the model."""
+
+    plan: Mapping[str, ParallelStyle] = {
+        "first.0": ColwiseParallel(),
+        "middle.0": RowwiseParallel(),
+    }
 
     def model(self) -> nn.Module:
         return Net()
-
-    def train(self) -> Batch:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(48, 6, generator=generator)
-        return Batch(inputs=inputs, targets=inputs[:, :1].sin() + 0.5 * inputs[:, 1:2])
-
-    def test(self) -> Batch:
-        return self.train().part(0, 10)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().sum()
 
     def pieces(self, model: nn.Module) -> list[str]:
         return ["first", "middle", "third", "last"]
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> dict[str, ParallelStyle]:
-        return {"first.0": ColwiseParallel(), "middle.0": RowwiseParallel()}
+    ) -> Mapping[str, ParallelStyle]:
+        return self.plan
+
+
+def kind(change: Callable[[Net], object], **cut: ParallelStyle) -> type[Kind]:
+    """Make a task whose net is changed, and cut otherwise if some layers are named."""
+
+    class Changed(Kind):
+        plan = {name.replace("_", "."): style for name, style in cut.items()} or Kind.plan
+
+        def model(self) -> nn.Module:
+            net = Net()
+            change(net)
+            return net
+
+    return Changed
 
 
 # Hooks on parameters.
 
 
-class Masked(Kind):
-    """A hook keeps a row of the first matrix as it is."""
-
-    def model(self) -> nn.Module:
-        model = Net()
-        mask = torch.ones(WIDTH, 1)
-        mask[0] = 0.0
-        model.entry[0].weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
-        return model
+def mask(gradient: Tensor) -> Tensor:
+    """Keep a row of the first matrix as it is."""
+    return torch.cat([0 * gradient[:1], gradient[1:]])
 
 
-class Accumulated(Kind):
-    """The same, when the gradient has been added up."""
+def mask_accumulated(parameter: Tensor) -> None:
+    """Do the same when the gradient has been added up."""
+    assert parameter.grad is not None
+    parameter.grad[0] = 0.0
 
-    def model(self) -> nn.Module:
-        model = Net()
 
-        def mask(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            parameter.grad[0] = 0.0
-
-        model.entry[0].weight.register_post_accumulate_grad_hook(mask)  # type: ignore[no-untyped-call]
-        return model
+Masked = kind(lambda net: net.entry[0].weight.register_hook(mask))  # type: ignore[no-untyped-call]
+Accumulated = kind(
+    lambda net: net.entry[0].weight.register_post_accumulate_grad_hook(mask_accumulated)  # type: ignore[no-untyped-call]
+)
 
 
 # Parameters that something else holds.
@@ -118,40 +115,23 @@ class Scaled(nn.Module):
         return torch.tanh(x @ self.weight + x @ self.get())
 
 
-class Listed(Kind):
-    how = "list"
-
-    def model(self) -> nn.Module:
-        model = Net()
-        model.middle[0] = Scaled(self.how)
-        return model
-
-    def tensor_plan(
-        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> dict[str, ParallelStyle]:
-        return {"first.0": ColwiseParallel(output_layouts=Replicate())}
+def scaled(how: str) -> type[Kind]:
+    return kind(
+        lambda net: net.middle.__setitem__(0, Scaled(how)),
+        first_0=ColwiseParallel(output_layouts=Replicate()),
+    )
 
 
-class Closed(Listed):
-    how = "closure"
+Listed, Closed, Viewed, InMemory = map(scaled, ("list", "closure", "view", "memory"))
 
 
-class Viewed(Listed):
-    how = "view"
+def lend(net: Net) -> None:
+    """Have a layer add the bias of an earlier one, which it does not have itself."""
+    bias = net.entry[0].bias
+    net.last.register_forward_hook(lambda module, inputs, outputs: outputs + bias.sum())
 
 
-class InMemory(Listed):
-    how = "memory"
-
-
-class Lent(Kind):
-    """A layer adds the bias of an earlier one, which it does not have itself."""
-
-    def model(self) -> nn.Module:
-        model = Net()
-        bias = model.entry[0].bias
-        model.last.register_forward_hook(lambda module, inputs, outputs: outputs + bias.sum())
-        return model
+Lent = kind(lend)
 
 
 # Parameters that forward() writes.
@@ -183,68 +163,39 @@ class Writing(nn.Linear):
         return super().forward(x) + x @ self.follower
 
 
-class Clamped(Kind):
-    how = "clamped"
-
-    def model(self) -> nn.Module:
-        model = Net()
-        model.middle[0] = Writing(self.how)
-        return model
-
-    def tensor_plan(
-        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
-    ) -> dict[str, ParallelStyle]:
-        return {"third.0": ColwiseParallel(), "last": RowwiseParallel()}
+def writing(how: str) -> type[Kind]:
+    return kind(
+        lambda net: net.middle.__setitem__(0, Writing(how)),
+        third_0=ColwiseParallel(),
+        last=RowwiseParallel(),
+    )
 
 
-class ThroughData(Clamped):
-    how = "through data"
-
-
-class Followed(Clamped):
-    how = "followed"
-
-
-class BySamples(Clamped):
-    how = "by samples"
-
-
-class AtFirst(Clamped):
-    how = "at first"
-
-
-class Later(Clamped):
-    how = "later"
+Clamped, ThroughData, Followed, BySamples, AtFirst, Later = map(
+    writing, ("clamped", "through data", "followed", "by samples", "at first", "later")
+)
 
 
 # Layers that only evaluate.
 
 
-class Evaluating(Kind):
-    """A normalisation by statistics that stay as they are."""
-
-    def normalisation(self) -> nn.Module:
-        layer = nn.BatchNorm1d(WIDTH)
-        torch.manual_seed(3)
-        layer.running_mean, layer.running_var = torch.randn(WIDTH), torch.rand(WIDTH) + 0.5
-        return layer.eval()
-
-    def model(self) -> nn.Module:
-        model = Net()
-        model.middle.append(self.normalisation())
-        return model
+def evaluating() -> nn.Module:
+    """Make a normalisation by statistics that stay as they are."""
+    layer = nn.BatchNorm1d(WIDTH)
+    torch.manual_seed(3)
+    layer.running_mean, layer.running_var = torch.randn(WIDTH), torch.rand(WIDTH) + 0.5
+    return layer.eval()
 
 
-class _Frozen(nn.BatchNorm1d):
-    def train(self, mode: bool = True) -> _Frozen:
+class Frozen(nn.BatchNorm1d):
+    """The same, by a train() of its own."""
+
+    def train(self, mode: bool = True) -> Frozen:
         return super().train(False)
 
 
-class OwnTrain(Evaluating):
-    """The same, by a train() of its own."""
-
-    def normalisation(self) -> nn.Module:
-        return _Frozen(WIDTH)
+Evaluating = kind(lambda net: net.middle.append(evaluating()))
+OwnTrain = kind(lambda net: net.middle.append(Frozen(WIDTH)))
 
 
 # Buffers that forward() moves.
@@ -278,27 +229,11 @@ class Moving(nn.Linear):
         return hidden + 1e-3 * self.count
 
 
-class Replaced(Kind):
-    how = "replaced"
-
-    def model(self) -> nn.Module:
-        model = Net()
-        model.middle[0] = Moving(self.how)
-        return model
+def moving(how: str) -> type[Kind]:
+    return kind(lambda net: net.middle.__setitem__(0, Moving(how)))
 
 
-class Moved(Replaced):
-    how = "moved"
-
-
-class CountedLate(Replaced):
-    how = "counted"
-
-
-class InPython(Replaced):
-    """The number of passes is in the model's sums."""
-
-    how = "in Python"
+Replaced, Moved, CountedLate, InPython = map(moving, ("replaced", "moved", "counted", "in Python"))
 
 
 # A loss that reads the model's weights.
@@ -387,19 +322,15 @@ class _Functional(nn.Module):
         return functional.dropout(x, 0.5, self.training)
 
 
-class Dropped(Kind):
-    """One dropout layer has a rank's units, the other what all ranks have."""
+def dropping(between: Callable[[], nn.Module]) -> type[Kind]:
+    """Make a task with dropout of a rank's units, and of what all ranks have."""
 
-    def between(self) -> nn.Module:
-        return nn.Dropout(0.5)
+    def drop(net: Net) -> None:
+        net.first.append(between())
+        net.third.append(nn.Dropout(0.5))
 
-    def model(self) -> nn.Module:
-        model = Net()
-        model.first.append(self.between())
-        model.third.append(nn.Dropout(0.5))
-        return model
+    return kind(drop)
 
 
-class DroppedByFunction(Dropped):
-    def between(self) -> nn.Module:
-        return _Functional()
+Dropped = dropping(lambda: nn.Dropout(0.5))
+DroppedByFunction = dropping(_Functional)

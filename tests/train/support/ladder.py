@@ -12,32 +12,28 @@ its order, and its order on the processor's vectors.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import tempfile
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from tests.train.support import shared_gpu
-from tests.train.support.processes import PROCESSES
+from tests.train.support.ranks import PATIENCE_S, on_ranks
 from train import session, tasks
 from train.cli.config import Config
 from train.data.order import Batch, Samples
 from train.loop import Trainer
 from train.parallel.base import Parts
 from train.parallel.layout import Layout
+from train.proof.trial import config_of_one_process
 from train.rundir.console import Console
 from train.rundir.files import RunDirectory, TrainingProgress
-from train.runtime.process_group import RankGroup, open_group
+from train.runtime.process_group import Alone, RankGroup, open_group
 from train.runtime.rank import RankInfo
 from train.runtime.signals import StopRequest
 from train.tasks import Task
@@ -45,8 +41,6 @@ from train.tasks import Task
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 STEPS = 3
-# For all cases of one world size, on a busy machine.
-LONG_S = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +59,13 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """The largest absolute differences to one process; `error`: it did not get that far."""
+    """The largest absolute differences to one process."""
 
-    initial_weights: float = float("inf")
-    loss: float = float("inf")
-    gradients: float = float("inf")
+    initial_weights: float
+    loss: float
+    gradients: float
     """Of all steps, relative to the largest entry of that step's gradient."""
-    weights: float = float("inf")
-    error: str = ""
-
-
-class Alone(RankGroup):
-    """A group of one, in a process that is connected to others."""
-
-    @property
-    def connected(self) -> bool:
-        return False
+    weights: float
 
 
 class Recording:
@@ -148,34 +133,6 @@ def like_the_models(task: AnyTask) -> AnyTask:
     return task
 
 
-@contextmanager
-def double_precision() -> Iterator[None]:
-    """Make models and numbers in double precision, in this process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def reference_of(config: Config) -> Config:
-    """The same training by one process."""
-    names = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch")
-    alone = dataclasses.replace(config, **dict.fromkeys(names))  # type: ignore[arg-type]
-    # How ranks do it, which is nothing to one: alike, so that cases share a reference.
-    plain = {name: getattr(Config, name) for name in ("pp_schedule", "cp_method", "loss_parallel")}
-    alone = dataclasses.replace(alone, **plain)
-    return dataclasses.replace(
-        alone,
-        strategy="single",
-        comm_hook="none",
-        cpu_offload=False,
-        meta_init=False,
-        sync_batch_norm=False,
-    )
-
-
 def compare(case: Case, group: RankGroup, folder: Path) -> Differences | None:
     """Run a case; rank 0 reports its distance from one process."""
     layout = case.config.layout_on(group.rank_info)
@@ -207,7 +164,8 @@ def by_one_process(case: Case, group: RankGroup, folder: Path) -> Recording:
     """Make a case's steps as one process; several cases may have the same ones."""
     if case.sabotage:
         _references.clear()
-    config = dataclasses.replace(reference_of(case.config), **case.reference)  # type: ignore[arg-type]
+    config = config_of_one_process(case.config)
+    config = dataclasses.replace(config, **case.reference)  # type: ignore[arg-type]
     if config not in _references:
         rank_info = dataclasses.replace(group.rank_info, rank=0, world_size=1)
         one = Alone(rank_info=rank_info, device=group.device)
@@ -227,51 +185,21 @@ def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def climb(
-    cases: Sequence[Case], *, timeout_s: float = LONG_S, dtype: torch.dtype = torch.float64
-) -> dict[str, Differences]:
+def climb(cases: Sequence[Case], *, dtype: torch.dtype = torch.float64) -> dict[str, Differences]:
     """Run all cases of one world size, with models of some type; give the differences by name."""
-    found: dict[str, Differences] = {}
-    while left := [case for case in cases if case.name not in found]:
-        with tempfile.TemporaryDirectory() as folder:
-            _start(left, folder, timeout_s, dtype)
-            new = dict(_read(left, Path(folder)))
-        # A case that fails ends its ranks: go on with new ones after it.
-        found |= new or {left[0].name: Differences(error="ended without a word")}
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_ranks(
+            cases[0].world_size, _climb, list(cases), Path(folder), dtype, connected=False
+        )[0]
+    return {one.name: far for one, far in zip(cases, found, strict=True) if far is not None}
 
 
-def _start(cases: list[Case], folder: str, timeout_s: float, dtype: torch.dtype) -> None:
-    """Send cases through new ranks until all are done, one fails, or time is up."""
-    world_size, method = cases[0].world_size, PROCESSES.get_start_method()
-    context = start_processes(  # type: ignore[no-untyped-call]  # torch's
-        _rank, (cases, folder, dtype), world_size, join=False, daemon=True, start_method=method
-    )
-    deadline = time.monotonic() + timeout_s
-    try:
-        while not context.join(timeout=1.0) and time.monotonic() < deadline:
-            pass
-    except ProcessExitedException:
-        pass  # the case has left its error
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
-
-
-def _read(cases: Sequence[Case], folder: Path) -> Iterator[tuple[str, Differences]]:
-    for case in cases:
-        path = folder / f"{case.name}.json"
-        errors = [p.read_text() for p in sorted(folder.glob(f"{case.name}.error-*"))]
-        if path.exists():
-            yield case.name, Differences(**json.loads(path.read_text()))
-        elif errors:
-            yield case.name, Differences(error="\n".join(errors))
-
-
-def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None:
-    torch.set_num_threads(1)
+def _climb(
+    rank: int, cases: Sequence[Case], folder: Path, dtype: torch.dtype
+) -> list[Differences | None]:
     torch.set_default_dtype(dtype)
+    # As a user's own Python: a warning is no error.
+    warnings.simplefilter("ignore")
     shared_gpu.become_a_host(rank)
     world_size = cases[0].world_size
     rank_info = RankInfo(
@@ -282,17 +210,10 @@ def _rank(rank: int, cases: list[Case], folder: str, dtype: torch.dtype) -> None
         launched=True,
         meeting=f"file://{folder}/meeting",
     )
+    found = []
     # As long as all of it may take: the others wait while rank 0 compiles and makes the reference.
-    with open_group(rank_info, Config(strategy="ddp", timeout_s=LONG_S)) as group:
+    with open_group(rank_info, Config(strategy="ddp", timeout_s=int(PATIENCE_S))) as group:
         for case in cases:
             exec(case.sabotage, {})
-            try:
-                differences = compare(case, group, Path(folder))
-            except Exception:
-                (Path(folder) / f"{case.name}.error-{rank}").write_text(traceback.format_exc())
-                # The others may wait for us in this case: end all.
-                os._exit(1)
-            if differences is not None:
-                path = Path(folder) / f"{case.name}.json"
-                path.write_text(json.dumps(dataclasses.asdict(differences)))
-        os._exit(0)
+            found.append(compare(case, group, folder))
+    return found

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from tests.train.support.ladder import Alone, trainer_of
+from tests.train.support.ladder import trainer_of
 from train.cli.config import Config
+from train.errors import UsageError
 from train.loop import Trainer
-from train.runtime.process_group import RankGroup
+from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 
 
@@ -33,3 +34,15 @@ def trainer_for(rank: int, ranks: int, folder: Path, **chosen: object) -> Traine
     """Make what the command line would; `folder` is the run directory."""
     config, group = config_of(**chosen), group_of(rank, ranks)
     return trainer_of(config, config.layout_on(group.rank_info), group, folder)
+
+
+def refusal(rank: int, ranks: int, folder: Path, *, steps: int = 0, **chosen: object) -> str:
+    """Why a training is refused at its start, or in its first steps; '' if it is not."""
+    try:
+        trainer = trainer_for(rank, ranks, folder, **chosen)
+        trainer.resume()
+        for _ in range(steps):
+            trainer.train_step()
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from train.data.order import Batch
 from train.tasks.base import Task
@@ -48,14 +49,26 @@ class Plain(Task):
         return {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
+class Thawed(Plain):
+    """Its first layer is not trained at first."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.get_submodule("0").requires_grad_(False)
+        return model
+
+
+def with_layer(make: Callable[[], nn.Module]) -> type[Plain]:
+    """Make a task whose model has something else between its layers."""
+
+    class Made(Plain):
+        def between(self) -> nn.Module:
+            return make()
+
+    return Made
+
+
 # Right with every strategy.
-
-
-class Dropped(Plain):
-    """Dropout, also by function, and noise."""
-
-    def between(self) -> nn.Module:
-        return nn.Sequential(nn.Dropout(0.5), Noisy())
 
 
 class Noisy(nn.Module):
@@ -65,16 +78,11 @@ class Noisy(nn.Module):
 
 
 class Tied(Plain):
-    """Two layers are one, and their matrix is used by hand once more."""
+    """Two layers are one."""
 
     def between(self) -> nn.Module:
         layer = nn.Linear(WIDTH, WIDTH)
         return nn.Sequential(layer, nn.Tanh(), layer)
-
-
-class Recurrent(Plain):
-    def between(self) -> nn.Module:
-        return Recurrence()
 
 
 class Recurrence(nn.Module):
@@ -89,14 +97,9 @@ class Recurrence(nn.Module):
         return found[:, -1]
 
 
-class Experts(Plain):
+class Choice(nn.Module):
     """Each sample chooses one of two layers."""
 
-    def between(self) -> nn.Module:
-        return Choice()
-
-
-class Choice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -107,26 +110,9 @@ class Choice(nn.Module):
         return both[torch.arange(len(x)), which]
 
 
-class Parametrized(Plain):
-    def between(self) -> nn.Module:
-        return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class Moving(Plain):
-    """A mean of what was seen, written in place, which does nothing to the outputs."""
-
-    def between(self) -> nn.Module:
-        return Averaged(in_place=True)
-
-
-class Single(Plain):
+class Narrow(nn.Module):
     """Computes in single precision whatever it is given."""
 
-    def between(self) -> nn.Module:
-        return Narrow()
-
-
-class Narrow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.float().tanh().to(x.dtype)
 
@@ -148,13 +134,20 @@ class Halved(nn.Module):
         return outputs.float()
 
 
-class Attentive(Plain):
+def attention() -> nn.Module:
     """A transformer with dropout in attention, over the features of a sample."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (2, 4)), encoder, nn.Flatten())
 
-    def between(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        return nn.Sequential(nn.Unflatten(1, (2, 4)), encoder, nn.Flatten())
+
+Dropped = with_layer(lambda: nn.Sequential(nn.Dropout(0.5), Noisy()))
+Recurrent = with_layer(Recurrence)
+Experts = with_layer(Choice)
+Parametrized = with_layer(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+Moving = with_layer(lambda: Averaged(reads=False))
+Single = with_layer(Narrow)
+Attentive = with_layer(attention)
 
 
 class Meant(Plain):
@@ -220,11 +213,6 @@ class PenalisedBySample(Penalised):
         return (outputs - targets).square().sum() + 0.01 * len(targets) * penalty
 
 
-class Centred(Plain):
-    def between(self) -> nn.Module:
-        return Centre()
-
-
 class Centre(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
@@ -247,26 +235,16 @@ class ByHand(nn.Module):
         return outputs
 
 
-class Branching(Plain):
+class Branch(nn.Module):
     """Takes another way if the samples of a pass are large together."""
 
-    def between(self) -> nn.Module:
-        return Branch()
-
-
-class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else x.tanh()
 
 
-class Capped(Plain):
+class Cap(nn.Module):
     """An expert has room for every second sample of a batch only."""
 
-    def between(self) -> nn.Module:
-        return Cap()
-
-
-class Cap(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         order = x[:, 0].argsort(descending=True).argsort()
         return torch.where((order < (len(x) + 1) // 2)[:, None], x, torch.zeros_like(x))
@@ -293,22 +271,18 @@ class Auxiliary(nn.Module):
         return {"y": y, "balance": y.mean().square() * len(y)}
 
 
-class Normed(Plain):
-    def between(self) -> nn.Module:
-        return nn.BatchNorm1d(WIDTH)
+Centred = with_layer(Centre)
+Branching = with_layer(Branch)
+Capped = with_layer(Cap)
+Normed = with_layer(lambda: nn.BatchNorm1d(WIDTH))
 
 
 # Wrong with some strategies.
 
 
-class Followed(Plain):
-    """A teacher that follows its student in the forward pass."""
-
-    def between(self) -> nn.Module:
-        return Teacher()
-
-
 class Teacher(nn.Module):
+    """Follows its student in the forward pass."""
+
     def __init__(self) -> None:
         super().__init__()
         self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -321,14 +295,9 @@ class Teacher(nn.Module):
         return outputs
 
 
-class Clamped(Plain):
-    """A matrix is written by each pass, depending on its samples."""
-
-    def between(self) -> nn.Module:
-        return Clamp()
-
-
 class Clamp(nn.Module):
+    """Each pass writes its matrix, depending on its samples."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))
@@ -339,29 +308,21 @@ class Clamp(nn.Module):
         return x @ self.weight
 
 
-class Replaced(Plain):
-    """A mean of what was seen, for which forward() puts another tensor."""
-
-    def between(self) -> nn.Module:
-        return Averaged(in_place=False)
-
-
 class Averaged(nn.Module):
+    """A mean of what was seen, moved after a pass has read it."""
+
     ema: Tensor
 
-    def __init__(self, *, in_place: bool) -> None:
+    def __init__(self, *, reads: bool, saved: bool = True) -> None:
         super().__init__()
-        self.in_place = in_place
-        self.register_buffer("ema", torch.zeros(WIDTH))
+        self.reads = reads
+        self.register_buffer("ema", torch.zeros(WIDTH), persistent=saved)
 
     def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.tanh(x - self.ema if self.reads else x)
         if self.training:
-            new = 0.9 * self.ema + 0.1 * x.detach().mean(0)
-            if self.in_place:
-                self.ema.copy_(new)
-            else:
-                self.ema = new
-        return torch.tanh(x)
+            self.ema.copy_(0.9 * self.ema + 0.1 * x.detach().mean(0))
+        return outputs
 
 
 class Normalised(Plain):
@@ -388,14 +349,9 @@ class Normaliser(nn.Module):
         return outputs
 
 
-class Counted(Plain):
+class Counter(nn.Module):
     """Counts samples."""
 
-    def between(self) -> nn.Module:
-        return Counter()
-
-
-class Counter(nn.Module):
     seen: Tensor
 
     def __init__(self) -> None:
@@ -416,19 +372,49 @@ class Hooked(Plain):
         return model
 
 
-class EvaluatingNorm(Plain):
-    """A layer that model() puts in evaluation mode."""
+Followed = with_layer(Teacher)
+Clamped = with_layer(Clamp)
+Passing = with_layer(lambda: Averaged(reads=True))
+Drifting = with_layer(lambda: Averaged(reads=True, saved=False))
+Counted = with_layer(Counter)
 
-    def between(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval()
+
+# Right in one process, and an error elsewhere.
+
+
+class Shaped(Plain):
+    """A layer that knows how many numbers it is given, of which tensor parallelism has a part."""
+
+    def model(self) -> nn.Module:
+        first = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh())
+        return nn.Sequential(first, nn.Linear(WIDTH, 4), Squares(), nn.Linear(4, 1))
+
+    def tensor_plan(
+        self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
+    ) -> Mapping[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {"1": ColwiseParallel(), "3": RowwiseParallel()}
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), 2, 2).tanh().flatten(1)
+
+
+class Once(nn.Module):
+    """Cannot be computed again within a backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() >= 0:
+            raise ValueError("the input is gone")
+        return x.tanh()
+
+
+Forgetting = with_layer(Once)
 
 
 # No proof.
-
-
-class Shuffled(Plain):
-    def between(self) -> nn.Module:
-        return Shuffle()
 
 
 class Shuffle(nn.Module):
@@ -436,14 +422,12 @@ class Shuffle(nn.Module):
         return x + 0.1 * x[torch.randperm(len(x))]
 
 
-class DrawnByNumpy(Plain):
-    def between(self) -> nn.Module:
-        return ByNumpy()
-
-
 class ByNumpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * float(np.random.random())
+
+
+Shuffled, DrawnByNumpy = with_layer(Shuffle), with_layer(ByNumpy)
 
 
 class Unseeded(Plain):

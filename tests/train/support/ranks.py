@@ -17,16 +17,24 @@ import torch.distributed as dist
 
 from tests.train.support.processes import PROCESSES
 
-PATIENCE_S = 300.0
+# Generous: a loaded machine is slow, not broken.
+PATIENCE_S = 600.0
 
 Result = TypeVar("Result")
 
 
-def on_ranks(count: int, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-    """Call `function(rank, *arguments)` on each rank; give the results by rank."""
+def on_ranks(
+    count: int, function: Callable[..., Result], *arguments: Any, connected: bool = True
+) -> list[Result]:
+    """Call `function(rank, *arguments)` on each rank; give the results by rank.
+
+    `connected`: ranks are connected by then, rather than by the function.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            PROCESSES.Process(target=_rank, args=(rank, count, Path(folder), function, arguments))
+            PROCESSES.Process(
+                target=_rank, args=(rank, count, Path(folder), function, arguments, connected)
+            )
             for rank in range(count)
         ]
         for process in ranks:
@@ -49,21 +57,28 @@ def on_ranks(count: int, function: Callable[..., Result], *arguments: Any) -> li
 
 
 def _rank(
-    rank: int, count: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    count: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    connected: bool,
 ) -> None:
     torch.set_num_threads(1)
     # As in pytest itself.
     warnings.simplefilter("error")
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=PATIENCE_S),
-        )
+        if connected:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=count,
+                timeout=timedelta(seconds=PATIENCE_S),
+            )
         torch.save(function(rank, *arguments), folder / f"{rank}.pt")
-        dist.destroy_process_group()
+        if connected:
+            dist.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise

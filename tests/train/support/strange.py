@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,42 +33,63 @@ class Tied(Chars):
         return model
 
 
-class SharedBlocks(Chars):
-    """Both blocks mix by one matrix."""
+def language(change: Callable[[Transformer], object], *, layers: int = 2) -> type[Chars]:
+    """Make a small language model that is changed after it was made."""
 
+    class Changed(Chars):
+        def __init__(self) -> None:
+            super().__init__(Sizes(width=16, heads=4, layers=layers))
+
+        def model(self) -> nn.Module:
+            model = Transformer(self.sizes)
+            change(model)
+            return model
+
+    return Changed
+
+
+class Scaled(CausalAttention):
     def __init__(self) -> None:
-        super().__init__(Sizes(width=16, heads=4, layers=3))
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
 
-    def model(self) -> nn.Module:
-        model = Transformer(self.sizes)
-        first, last = model.blocks[0], model.blocks[2]
-        assert isinstance(first, nn.Module) and isinstance(last, nn.Module)
-        last.attention_out = first.attention_out
-        return model
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return super().forward(query, key, value * self.factor)
 
 
-class FrozenNorms(Chars):
-    """Norms are not trained, which SequenceParallel would do."""
-
-    def __init__(self) -> None:
-        super().__init__(Sizes(width=16, heads=4, layers=2))
-
-    def model(self) -> nn.Module:
-        model = Transformer(self.sizes)
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.requires_grad_(False)
-        model.embed.symbols.weight.requires_grad_(False)
-        return model
+def share(model: Transformer) -> None:
+    """Have two blocks mix by one matrix."""
+    model.blocks[2].attention_out = model.blocks[0].attention_out
 
 
-class HiddenTie(Tied):
-    """Two parameters in the same memory, which is no tie."""
+def freeze(model: Transformer) -> None:
+    """Leave norms untrained, which SequenceParallel would train."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(False)
+    model.embed.symbols.weight.requires_grad_(False)
 
-    def model(self) -> nn.Module:
-        model = Transformer(self.sizes)
-        model.head.project.weight = nn.Parameter(model.embed.symbols.weight.data)
-        return model
+
+def hide(model: Transformer) -> None:
+    """Put two parameters in the same memory, which is no tie."""
+    model.head.project.weight = nn.Parameter(model.embed.symbols.weight.data)
+
+
+def scale(model: Transformer) -> None:
+    """Put a layer that the plan leaves out between two that are cut."""
+    for block in model.blocks:
+        block.attention = Scaled()
+
+
+def widen(model: Transformer) -> None:
+    """Give hidden layers a width that two ranks cannot share."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.feed[0], block.feed[2] = nn.Linear(16, 11), nn.Linear(11, 16)
+
+
+SharedBlocks = language(share, layers=3)
+FrozenNorms, HiddenTie, LeftOut, Uneven = map(language, (freeze, hide, scale, widen))
 
 
 class TiedAcrossCuts(Tied):
@@ -82,39 +103,6 @@ class TiedAcrossCuts(Tied):
 
         plan = dict(super().tensor_plan(model, ranks=ranks, loss_parallel=loss_parallel))
         return plan | {"head.project": RowwiseParallel(input_layouts=Shard(1))}
-
-
-class LeftOut(Tied):
-    """A layer between two that are cut is left out of the plan."""
-
-    def model(self) -> nn.Module:
-        model = Transformer(self.sizes)
-        for block in model.blocks:
-            block.attention = Scaled()
-        return model
-
-
-class Scaled(CausalAttention):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(1))
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return super().forward(query, key, value * self.factor)
-
-
-class Uneven(Chars):
-    """A hidden layer of a width that two ranks cannot share."""
-
-    def __init__(self) -> None:
-        super().__init__(Sizes(width=16, heads=4, layers=2))
-
-    def model(self) -> nn.Module:
-        model = Transformer(self.sizes)
-        for block in model.blocks:
-            assert isinstance(block, Block)
-            block.feed[0], block.feed[2] = nn.Linear(16, 11), nn.Linear(11, 16)
-        return model
 
 
 class LookingTied(Tied):
@@ -236,8 +224,7 @@ class Unseeded(Table):
 
     def model(self) -> nn.Module:
         model = nn.Sequential(linear(), nn.Linear(FEATURES, CLASSES))
-        with torch.no_grad():
-            model.get_parameter("0.weight").add_(float(os.environ["RANK"]))
+        nn.init.constant_(model.get_parameter("0.weight"), float(dist.get_rank()))
         return model
 
 
@@ -246,7 +233,7 @@ class OtherData(Twice):
 
     def train(self) -> Batch:
         batch = super().train()
-        return Batch(inputs=batch.inputs + float(os.environ["RANK"]), targets=batch.targets)
+        return Batch(inputs=batch.inputs + float(dist.get_rank()), targets=batch.targets)
 
 
 class Scalar(Table):
@@ -263,6 +250,21 @@ class Factor(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * self.factor
+
+
+class Clamped(nn.Linear):
+    """A layer that writes its weight before it uses it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(inputs)
+
+
+class Clamping(Table):
+    def model(self) -> nn.Module:
+        last = nn.Linear(FEATURES, CLASSES)
+        return nn.Sequential(linear(), Clamped(FEATURES, FEATURES), linear(), last)
 
 
 class Beside(Skipping):
@@ -288,21 +290,3 @@ class Again(Skips):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.second(self.first(inputs))
         return self.last(functional.linear(hidden, self.first.weight))  # type: ignore[no-any-return]
-
-
-class Counting(Table):
-    """A buffer counts what its rank has seen."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(Counter(), linear(), nn.Linear(FEATURES, CLASSES))
-
-
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("above", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.training:
-            self.get_buffer("above").add_((inputs > 0).sum())
-        return inputs

@@ -28,11 +28,11 @@ class Ended:
 
     @property
     def status(self) -> int | None:
-        """The most informative status of all ranks: refusals before their echoes."""
-        known = [status for status in self.statuses if status]
-        if None in self.statuses:
-            return None
-        return 2 if 2 in known else (known[0] if known else 0)
+        """The most informative status of all ranks: refusals before their echoes; None: a hang."""
+        failed = [status for status in self.statuses if status]
+        if 2 in failed or not failed:
+            return 2 if failed else None if None in self.statuses else 0
+        return failed[0]
 
 
 def run(
@@ -60,36 +60,44 @@ def run(
                 failed_at = time.monotonic()
             if time.monotonic() - failed_at > 20:
                 break
-        late = [p.is_alive() for p in processes]
-        failed = any(p.exitcode for p in processes)
+        statuses = tuple(p.exitcode for p in processes)
         for process in processes:
             process.kill()
             process.join()
-        statuses = tuple(
-            (1 if failed else None) if slow else p.exitcode
-            for p, slow in zip(processes, late, strict=True)
-        )
-        texts = [path.read_text() for path in sorted(folder.glob("output-*"))]
-        return Ended(statuses=statuses, output="\n".join(texts))
+        return Ended(statuses=statuses, output=outputs(folder))
+
+
+def output(folder: Path, rank: int) -> Path:
+    """Name the file of what a rank prints."""
+    return folder / f"output-{rank}"
+
+
+def outputs(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("output-*")))
+
+
+def environment_of(rank: int, ranks: int, folder: Path) -> dict[str, str]:
+    """Return what a launcher tells a rank; nothing to the only one."""
+    if ranks == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TRAIN_MEETING": f"file://{folder}/meeting",
+    }
 
 
 def _rank(
     rank: int, ranks: int, folder: Path, flags: Sequence[str], environ: Mapping[str, str]
 ) -> None:
-    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    printed = os.open(output(folder, rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False)
-    os.environ |= environ
-    if ranks > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "TRAIN_MEETING": f"file://{folder}/meeting",
-        }
+    os.environ |= {**environ, **environment_of(rank, ranks, folder)}
     sys.argv[:] = ["train", *flags]
     import torch
 

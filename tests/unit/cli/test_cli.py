@@ -39,6 +39,7 @@ COMMANDS = [
     "forward",
     "show",
     "schema",
+    "supervisor",
     "completion",
     "man",
 ]

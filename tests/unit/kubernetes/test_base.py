@@ -66,7 +66,8 @@ def node(found: Object) -> Object:
 def workload(kind: str, **changes: Any) -> Object:
     """Render the main job for the namespace of k8s/base, with other facts of the site."""
     text = (ROOT / "k8s/profiles/k8s.yaml").read_text()
-    site = toolkit.KubernetesProfile.model_validate(yaml.safe_load(text) | changes)
+    keys = {"supervisor": "installed", **yaml.safe_load(text), **changes}
+    site = toolkit.KubernetesProfile.model_validate(keys)
     job = toolkit.load(ROOT / "jobs/digits.yaml").replace(**{"kubernetes.workload": kind})
     found = list(yaml.safe_load_all(toolkit.render(toolkit.plan(job, site))))
     return next(thing for thing in found if thing["kind"] == kind)
@@ -235,7 +236,7 @@ def test_training_pods_reach_each_other_and_dns_and_nobody_else_reaches_them() -
         assert isinstance(site, toolkit.KubernetesProfile)
         for kind in ("PyTorchJob", "TrainJob", "JobSet", "Job"):
             one = site.model_copy(update={"workload": kind})
-            (made,) = yaml.safe_load_all(toolkit.render(toolkit.plan(job, one)))
+            *_, made = yaml.safe_load_all(toolkit.render(toolkit.plan(job, one)))
             labels = values_of(made, "app.kubernetes.io/managed-by")
             assert labels == {MANAGER}
             if kind == "Job":
@@ -272,7 +273,7 @@ def test_no_policy_lets_pods_reach_where_clouds_give_out_credentials() -> None:
         text = toolkit.render(
             toolkit.plan(
                 toolkit.load(ROOT / "jobs/digits.yaml"),
-                toolkit.KubernetesProfile.model_validate({"egress": networks}),
+                toolkit.KubernetesProfile(supervisor="installed", egress=tuple(networks)),
             )
         )
         policy, *_ = yaml.safe_load_all(text)

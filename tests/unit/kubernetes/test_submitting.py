@@ -177,7 +177,7 @@ def test_what_is_made_is_what_render_shows_strictly_and_by_our_manager(site: Sit
     assert expected[-1]["kind"] == site.workload
     ours = {"fieldManager": "torch-deploy-toolkit", "fieldValidation": "Strict"}
     assert all(query == ours for query in site.asked("PATCH", run.name))
-    assert site.asked("POST") == []
+    assert site.asked("POST") == [ours], "the supervisor, with no other right than to create it"
 
 
 @every_workload

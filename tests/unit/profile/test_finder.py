@@ -239,7 +239,8 @@ notify, templates_dir, kind, workload, namespace, context, master, training_runt
 queue_priority, gang_scheduler, pod_security, run_as_user, read_only_root, capabilities, \
 host_network, network_policy, egress, service, gpu_resource, resources, node_selector, \
 tolerations, lost_node_toleration, one_pod_per_node, topology, priority_class, service_account, \
-image_pull_secrets, image_pull_policy, runs_dir, runs_claim, mounts, secret, ttl, patches
+image_pull_secrets, image_pull_policy, runs_dir, runs_claim, mounts, secret, ttl, supervisor, \
+patches
 """
 
 

@@ -129,7 +129,7 @@ def test_the_kubelet_waits_longer_than_torchrun_and_torchrun_as_long_as_a_checkp
     spec = template_of(workload(manifest(*CASES["gpus"], kind)))["spec"]
     env, _ = arrives(spec["containers"][0])
     if kind == "TrainJob":  # whose operator takes such variables for its own
-        assert "\nexport PET_SHUTDOWN_TIMEOUT=300\n" in spec["containers"][0]["command"][2]
+        assert "--env=PET_SHUTDOWN_TIMEOUT=300" in spec["containers"][0]["args"]
         assert not any(name.startswith("PET_") for name in env)
     else:
         assert env["PET_SHUTDOWN_TIMEOUT"] == b"300"

@@ -115,15 +115,16 @@ def test_the_jobs_patches_come_after_those_of_the_profile() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_no_patch_changes_stays_as_it_is_but_for_comments(kind: str) -> None:
     job = {"args": ["no", "1e3", "$(A)", "a\nb", " x", "\u2028", "y: z"], "env": {"no": "null"}}
-    plain = manifest(job, {"runs_claim": "runs"}, kind)
+    profile = {"runs_claim": "runs", "supervisor": "carried"}
+    plain = manifest(job, profile, kind)
     kind_of_all = {"kind": "NetworkPolicy", "merge": {"metadata": {"labels": {"a": "b"}}}}
-    text = patched(kind_of_all, kind=kind, **job)
-    first, *rest = read(plain)
-    first["metadata"]["labels"]["a"] = "b"
-    assert read(text) == [first, *rest]
+    text = manifest(job, {**profile, "patches": [kind_of_all]}, kind)
+    supervisor, policy, *rest = read(plain)
+    policy["metadata"]["labels"]["a"] = "b"
+    assert read(text) == [supervisor, policy, *rest]
     assert text.splitlines()[:2] == plain.splitlines()[:2]
-    # The entrypoint can still be read.
-    assert container_of(workload(text))["command"][2].splitlines()[3].strip() in text
+    # The command can still be read.
+    assert container_of(workload(text))["command"][2].splitlines()[1].strip() in text
 
 
 def test_a_patch_changes_every_point_of_a_sweep() -> None:

@@ -109,6 +109,8 @@ def test_an_example_is_the_same_where_templates_see_plain_data(
     job, named, *changes = EXAMPLES[example]
     profile = toolkit.load_profile(str(ROOT / named))
     spec = toolkit.load(ROOT / job, changes)
+    if isinstance(profile, toolkit.KubernetesProfile):
+        profile = profile.model_copy(update={"supervisor": "installed"})
     template = toolkit.plan(spec, profile).template
     path = tmp_path / template
     path.parent.mkdir(parents=True)
@@ -131,9 +133,9 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
     ("text", "line", "message"),
     [
         ("a\n{{ jobb.name }}\n", 2, "'jobb' is undefined; templates know plan, job, profile, "
-         "version"),
+         "version, supervisor"),
         ("{{ job.nmae }}\n", 1, "no key 'nmae'; did you mean 'name'?; "
-         "templates know plan, job, profile, version"),
+         "templates know plan, job, profile, version, supervisor"),
         ("a\nb\n{% if %}\n", 3, "Expected an expression, got 'end of statement block'"),
         ("{{ job.name | quote }}\n", 1, "No filter named 'quote'."),
         ("\n{% include 'other.j2' %}\n", 2, "there is no template 'other.j2'; the toolkit's own is "
@@ -146,18 +148,18 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
         ('{{ "a\\nb" | sh_line }}\n', 1, "'a\\nb' holds a control character; write one line of "
          "bash per item"),
         ('{% extends "toolkit/slurm/train.sbatch.j2" %}\n{% block after %}\n{{ x }}{% endblock %}',
-         3, "'x' is undefined; templates know plan, job, profile, version"),
+         3, "'x' is undefined; templates know plan, job, profile, version, supervisor"),
         ('{{ "a" | yaml }}\n', 1, "the filter 'yaml' needs the column of its block, such as "
          "yaml(4); for a value on one line, use 'yaml_flow'"),
         # A project's templates may be a stranger's.
         ("\n{{ cycler.__init__.__globals__.os.system('id') }}\n", 2, "SecurityError: access to "
          "attribute '__init__' of 'type' object is unsafe."),
         ("{{ job.env.update({'A': 'b'}) }}\n", 1, "no key 'update'; templates know plan, job, "
-         "profile, version"),
+         "profile, version, supervisor"),
         ("{{ job.args.append('x') }}\n", 1, "SecurityError: access to attribute 'append' of "
          "'list' object is unsafe."),
         ("{{ job.parse_raw('x', proto='pickle', allow_pickle=True) }}\n", 1, "no key 'parse_raw'; "
-         "templates know plan, job, profile, version"),
+         "templates know plan, job, profile, version, supervisor"),
     ],
 )  # fmt: skip
 def test_every_slip_is_told_with_its_line(
@@ -201,7 +203,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
             f"{tmp_path}/templates/slurm/train.sbatch.j2:2: 'jobb' is undefined; "
-            "templates know plan, job, profile, version\n"
+            "templates know plan, job, profile, version, supervisor\n"
         )
 
 

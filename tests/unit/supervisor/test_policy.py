@@ -110,10 +110,12 @@ FAILED, TAKEN = Made("retryable", 5), Made("preempted", 5)
     ],
 )  # fmt: skip
 def test_what_follows(attempts: list[Made], limits: Limits, follows: str) -> None:
-    decision = decide(attempts[-1].word, attempts, limits, again="queued again")
+    decision = decide(attempts[-1].word, count(attempts), limits, again="queued again")
     assert f"{decision.word}: {decision.text}" + "!" * decision.again == follows
 
 
 def test_a_job_that_is_queued_again_already_has_no_limit() -> None:
-    decision = decide("retryable", [FAILED] * 9, Limits(1), again="queued again", queued=True)
+    decision = decide(
+        "retryable", count([FAILED] * 9), Limits(1), again="queued again", queued=True
+    )
     assert decision.again

@@ -9,19 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Until
+from tests.conftest import ROOT, Until
 from tests.support.ports import free_port
 from tests.support.processes import with_environment
-from tests.support.rendered import KINDS, container_of, manifest, workload
+from tests.support.rendered import KINDS, container_of, manifest, pod_command, workload
 from tests.support.strict_server import arrives
 
 DONE, FINAL, AGAIN = 0, 42, 138
+
+CARRIED = {"runs_claim": "runs", "supervisor": "carried"}
 
 OF_EACH = ("PyTorchJob", "TrainJob")
 """The kinds whose entrypoints differ in what follows from an end; see the test of the others."""
@@ -34,15 +37,13 @@ eval "$1"
 """
 
 
-def entrypoint(
+def pod_manifest(
     kind: str, *, requeue: int = 9, in_job: int = 0, nnodes: int = 1, more: Any = None
-) -> list[str]:
-    """Return what the container starts, up to torchrun; `more` are keys of the job."""
+) -> str:
+    """Return a manifest; `more` are keys of the job."""
     retries = {"requeue": requeue, "in_job": in_job}
     job = {"retries": retries, "resources": {"nnodes": nnodes}, **(more or {})}
-    text = manifest(job, {"runs_claim": "runs"}, kind)
-    command: list[str] = container_of(workload(text))["command"]
-    return command
+    return manifest(job, CARRIED, kind)
 
 
 class Pod:
@@ -60,7 +61,8 @@ class Pod:
         more: Any = None,
     ) -> None:
         self.folder, self.runs = folder, folder / "runs" / "it's a run"
-        self.command = entrypoint(kind, requeue=requeue, in_job=in_job, nnodes=nnodes, more=more)
+        text = pod_manifest(kind, requeue=requeue, in_job=in_job, nnodes=nnodes, more=more)
+        self.command = pod_command(text, folder)
         self.programs = folder / "bin"
         self.programs.mkdir(exist_ok=True)
         self.program("torchrun", TORCHRUN)
@@ -69,6 +71,16 @@ class Pod:
             "HOSTNAME": name,
             "TRAIN_RUN_DIR": str(self.runs),
         }
+
+    def be_quick(self) -> None:
+        """Let the supervisor's clock run fast from now on."""
+        flags = self.command[self.command.index("sh", 1) + 1 :]
+        self.command = [sys.executable, "-m", "tests.support.quick_pod", "pod", *flags]
+        self.environ["PYTHONPATH"] = str(ROOT)
+
+    def options(self, *words: str) -> None:
+        """Give the supervisor more options."""
+        self.command[-1:-1] = words
 
     def program(self, name: str, text: str) -> None:
         (self.programs / name).write_text(text)
@@ -123,7 +135,7 @@ def test_arguments_name_the_run_directory_and_the_attempt(tmp_path: Path, kind: 
     environ, argv = arrives(container)
     run_dir = environ["TRAIN_RUN_DIR"].decode()
     pod = Pod(tmp_path, kind)
-    pod.command = container["command"]
+    pod.command = pod_command(manifest(job, CARRIED, kind), tmp_path)[:4]
     pod.program("torchrun", '#!/bin/sh\nprintf "%s\\n" "$@" >"$TRAIN_RUN_DIR/argv"\n')
     with pod.start(*map(os.fsdecode, argv), TRAIN_ATTEMPT="3") as process:
         assert process.wait(300) == DONE
@@ -199,10 +211,14 @@ def test_each_signal_reaches_torchrun_and_its_status_is_waited_for(
         assert process.stderr and "torchrun ended with 137" in process.stderr.read()
 
 
-def test_a_signal_before_torchrun_has_begun_is_not_lost(tmp_path: Path) -> None:
-    pod = Pod(tmp_path)
-    pod.program("mkdir", '#!/bin/sh\nkill -TERM "$PPID"\nexec /bin/mkdir "$@"\n')
-    assert (pod.run("exec sleep 1000"), pod.failures) == (AGAIN, 0)
+def test_a_signal_before_torchrun_has_begun_is_not_lost(tmp_path: Path, until: Until) -> None:
+    """It waits for a first pod that does not answer yet."""
+    pod = Pod(tmp_path, nnodes=2)
+    option = f"--rdzv-endpoint=localhost:{free_port()}"
+    with pod.start("torchrun", "exec sleep 1000", option, JOB_COMPLETION_INDEX="1") as process:
+        until(lambda: [*pod.runs.glob("logs/*/*/began")], "it has begun")
+        process.terminate()
+        assert (process.wait(300), pod.failures) == (AGAIN, 0)
 
 
 def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path) -> None:
@@ -216,13 +232,13 @@ def test_failures_are_counted_and_those_beyond_requeue_are_final(tmp_path: Path)
 
 
 @pytest.mark.parametrize("more", [{}, {"in_job": 3}, {"nnodes": 2}])
-def test_jobs_jobsets_and_trainjobs_end_by_the_same_functions(more: dict[str, int]) -> None:
-    def functions(kind: str) -> str:
-        text = entrypoint(kind, **more)[2]
-        return text[text.index("\n# ---- torchrun\n") : text.index("\nwrite_start() {")]
+def test_jobs_jobsets_and_trainjobs_end_by_the_same_rules(more: dict[str, int]) -> None:
+    def options(kind: str) -> list[str]:
+        args: list[str] = container_of(workload(pod_manifest(kind, **more)))["args"]
+        return [word for word in args[: args.index("--")] if not word.startswith("--env=")]
 
-    assert functions("Job") == functions("JobSet") == functions("TrainJob")
-    assert functions("Job") != functions("PyTorchJob")
+    assert options("Job") == options("JobSet") == options("TrainJob")
+    assert options("Job") != options("PyTorchJob")
 
 
 @pytest.mark.parametrize("kind", OF_EACH)
@@ -240,7 +256,7 @@ def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
 ) -> None:
     """Kubernetes replaces it like a pod whose node is lost; a PyTorchJob deletes the others."""
     pod, other = (Pod(tmp_path, kind, name=f"t-{n}", requeue=1, nnodes=2) for n in (0, 1))
-    other.program("sleep", FAST_SLEEP)
+    other.be_quick()
     first = {"TRAIN_START": "a", "JOB_COMPLETION_INDEX": "0"}
     waits = 'trap "exit 1" TERM; touch "$TRAIN_RUN_DIR/ready"; while :; do /bin/sleep 0.02; done'
     with other.start("torchrun", waits, **first) as process:
@@ -275,10 +291,10 @@ def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_pl
     old, new = Pod(tmp_path, kind), Pod(tmp_path, kind)
     saves = """trap 'touch "$TRAIN_RUN_DIR/saved"; exit 1' TERM; wait_for_stop"""
     for kubelet_is_back in (True, False):
+        if not kubelet_is_back:
+            old.be_quick()
         with old.start("torchrun", saves) as process:
             until((old.runs / "ready").exists, "it runs")
-            if not kubelet_is_back:
-                old.program("sleep", FAST_SLEEP)
             assert new.run("exit 0") == DONE
             if kubelet_is_back:
                 process.terminate()
@@ -335,7 +351,7 @@ def test_torchrun_says_how_its_workers_have_ended_where_it_is_looked_for(tmp_pat
 
 
 def test_every_submission_is_an_attempt_of_its_own(tmp_path: Path) -> None:
-    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}") for n in (0, 1)]
+    pods = [Pod(tmp_path, "JobSet", name=f"t-node-0-{n}", nnodes=2) for n in (0, 1)]
     seen = []
     for start in ("uid-a", "uid-b", "uid-c"):
         told = tmp_path / start
@@ -366,16 +382,13 @@ def test_pods_meet_at_the_first_one(tmp_path: Path) -> None:
         assert pod.run(code, JOB_COMPLETION_INDEX=index) == DONE
 
 
-FAST_SLEEP = '#!/bin/sh\necho >>"$TRAIN_RUN_DIR/slept"\nexec /bin/sleep 0.01\n'
-
-
 def test_the_first_pod_is_waited_for_before_torchrun_starts(tmp_path: Path, until: Until) -> None:
     pod = Pod(tmp_path, nnodes=2)
-    pod.program("sleep", FAST_SLEEP)
-    slept, option = pod.runs / "slept", f"--rdzv-endpoint=localhost:{(port := free_port())}"
+    pod.be_quick()
+    looks, option = pod.runs / "looks", f"--rdzv-endpoint=localhost:{(port := free_port())}"
     start = partial(pod.start, "torchrun", 'touch "$TRAIN_RUN_DIR/ran"', option)
     with start(JOB_COMPLETION_INDEX="1") as process:
-        until(lambda: slept.exists() and len(slept.read_text()) > 3, "it has tried some times")
+        until(lambda: looks.exists() and len(looks.read_text()) > 3, "it has tried some times")
         assert not (pod.runs / "ran").exists()
         with socket.create_server(("localhost", port)):
             assert process.wait() == DONE
@@ -384,7 +397,7 @@ def test_the_first_pod_is_waited_for_before_torchrun_starts(tmp_path: Path, unti
 
 HANGS = r"""
 mkdir -p "$PET_LOG_DIR/run/attempt_0"
-looks() { wc -l <"$TRAIN_RUN_DIR/slept" || echo 0; }
+looks() { wc -l <"$TRAIN_RUN_DIR/looks" || echo 0; }
 before=$(looks)
 until [ "$(looks)" -gt $((before + 3)) ]; do /bin/sleep 0.05; done
 echo "E1125 api.py] failed (exitcode: 1) local_rank: 0 (pid: 1)" >>"$TORCH_LOGS_OUT"
@@ -405,7 +418,7 @@ def test_a_torchrun_that_hangs_without_ranks_is_ended(
 ) -> None:
     """The node of the first pod is lost; the pod that replaces the first one may be there."""
     pod = Pod(tmp_path, nnodes=2)
-    pod.program("sleep", FAST_SLEEP)
+    pod.be_quick()
     with socket.create_server(("localhost", 0)) as server:
         option = f"--rdzv-endpoint=localhost:{server.getsockname()[1]}"
         with pod.start("torchrun", hangs, option, JOB_COMPLETION_INDEX="1") as process:
@@ -426,9 +439,9 @@ def test_a_torchrun_that_hangs_without_ranks_is_ended(
 )
 def test_a_torchrun_that_waits_for_other_nodes_is_left_alone(code: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, nnodes=2)
-    pod.program("sleep", FAST_SLEEP)
+    pod.be_quick()
     waits = """exec python3 -c "import os, time
-while os.stat(os.environ['TRAIN_RUN_DIR'] + '/slept').st_size < 22: time.sleep(0.01)" """
+while os.stat(os.environ['TRAIN_RUN_DIR'] + '/looks').st_size < 22: time.sleep(0.01)" """
     with socket.create_server(("localhost", 0)) as server:
         option = f"--rdzv-endpoint=localhost:{server.getsockname()[1]}"
         with pod.start("torchrun", code + waits, option, JOB_COMPLETION_INDEX="1") as process:
@@ -458,25 +471,27 @@ def test_the_only_pod_is_not_run_again_once_it_is_done(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
-    pod.program("sleep", "#!/bin/sh\n")
+    pod.be_quick()
     pod.runs.parent.mkdir()
     pod.runs.write_text("not a folder")
     assert pod.run("exit 0") == FINAL
 
 
-def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path, until: Until) -> None:
     pod = Pod(tmp_path)
     pod.runs.parent.mkdir()
     pod.runs.write_text("not a folder")
-    pod.program("sleep", '#!/bin/sh\n[ ! -f "$TRAIN_RUN_DIR" ] || rm "$TRAIN_RUN_DIR"\n')
-    assert pod.run("exit 0") == DONE
+    with pod.start("torchrun", "exit 0") as process:
+        until(lambda: b"supervisor" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "it runs")
+        pod.runs.unlink()
+        assert process.wait(300) == DONE
 
 
 @pytest.mark.parametrize("file", ["memory.events", "memory/memory.oom_control"])
 def test_a_rank_that_the_kernel_killed_for_memory_is_told(file: str, tmp_path: Path) -> None:
     """On nodes with cgroups of version 2 and 1."""
     pod, counters = Pod(tmp_path), tmp_path / "cgroup" / file
-    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    pod.options("--cgroups", str(tmp_path / "cgroup"))
     counters.parent.mkdir(parents=True)
     for killed, status in ((0, AGAIN), (1, FINAL)):
         counters.write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {killed}\n")
@@ -491,7 +506,7 @@ def test_a_rank_out_of_memory_that_torchrun_starts_again_ends_the_run_at_once(
 ) -> None:
     """Even if the ranks of the new start say that they were stopped, which they are for this."""
     pod, counters = Pod(tmp_path, in_job=1), tmp_path / "cgroup/memory.events"
-    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    pod.options("--cgroups", str(tmp_path / "cgroup"))
     counters.parent.mkdir(parents=True)
     starts_again = (
         'trap "say preempted; exit 1" TERM; mkdir -p "$PET_LOG_DIR/id/attempt_0"; '
@@ -508,7 +523,7 @@ def test_a_pod_out_of_memory_is_told_though_it_was_stopped(
     failed: bool, tmp_path: Path, until: Until
 ) -> None:
     pod, counters = Pod(tmp_path, "JobSet"), tmp_path / "cgroup/memory.events"
-    pod.command = [word.replace("/sys/fs/cgroup", str(tmp_path / "cgroup")) for word in pod.command]
+    pod.options("--cgroups", str(tmp_path / "cgroup"))
     counters.parent.mkdir(parents=True)
     counters.write_text(
         "oom_kill 1\n"
@@ -622,7 +637,7 @@ def test_a_pod_that_is_killed_without_a_word_is_started_again(tmp_path: Path) ->
 
 def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path: Path) -> None:
     pod = Pod(tmp_path, "PyTorchJob", in_job=9)
-    pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
+    pod.be_quick()
     starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
     code = f"trap 'say preempted; exit 1' TERM; {starts}; wait_for_stop"
     assert (pod.run(code), pod.failures) == (FINAL, 0)
@@ -633,7 +648,7 @@ def test_a_torchrun_that_would_start_for_ever_what_fails_alike_is_ended(tmp_path
 def test_a_torchrun_that_has_lost_the_signal_to_end_is_told_again(tmp_path: Path) -> None:
     """As one does where the signal comes while it writes to its log."""
     pod = Pod(tmp_path, in_job=9)
-    pod.program("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n")
+    pod.be_quick()
     starts = "; ".join(raises("no kernel", start=number) for number in (0, 1))
     second = "trap 'say preempted; exit 1' TERM"
     code = f'trap "{second}" TERM; {starts}; wait_for_stop'
@@ -655,21 +670,31 @@ def test_a_pod_that_has_only_lost_another_one_tells_the_cause(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_script_is_sh_and_holds_nothing_that_kubernetes_expands(
+def test_the_command_is_sh_and_holds_nothing_that_kubernetes_expands(
     kind: str, tmp_path: Path
 ) -> None:
     notify = {"webhook": "$HOOK", "command": "cat"}
     secrets = {"HOOK": {"secret": "hooks", "key": "url"}}
-    more = {"notify": notify, "secrets": secrets}
-    shell, option, text, _ = entrypoint(kind, in_job=3, more=more)
-    assert (shell, option) == ("/bin/sh", "-c")
-    assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", text)
-    path = tmp_path / "entrypoint.sh"
-    path.write_text(text)
+    text = pod_manifest(kind, in_job=3, more={"notify": notify, "secrets": secrets})
+    shell, option, script, _ = container_of(workload(text))["command"]
+    assert (shell, option) == ("sh", "-ec")
+    assert not re.search(r"\$(?:[$(]|[^\x00-\x7f])", script)
+    path = tmp_path / "command.sh"
+    path.write_text(script)
     if not os.environ.get("CI") and shutil.which("shellcheck") is None:
         pytest.skip("needs shellcheck: apt-get install shellcheck")
-    # It has no first line; its backticks have a reason; HOSTNAME is the container's.
-    known = "--exclude=SC2148,SC2003,SC2006,SC3028"
-    for argv in (["sh", "-n"], ["shellcheck", "--shell=sh", "--severity=style", known]):
+    shellcheck = ["shellcheck", "--shell=sh", "--severity=style"]
+    for argv in (["sh", "-n"], shellcheck):
         done = subprocess.run([*argv, path], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_supervisor_that_was_not_submitted_is_not_started(tmp_path: Path) -> None:
+    """Whoever may create ConfigMaps can be faster than the run, and its pods would execute it."""
+    pod = Pod(tmp_path)
+    with zipfile.ZipFile(tmp_path / "supervisor.pyz", "w") as archive:
+        archive.writestr("__main__.py", f"open({str(tmp_path / 'executed')!r}, 'w')")
+    assert pod.run("exit 0") == FINAL
+    assert not (tmp_path / "executed").exists()
+    (tmp_path / "supervisor.pyz").unlink()
+    assert pod.run("exit 0") == FINAL, "nor is one that is not there"

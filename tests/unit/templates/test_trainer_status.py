@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import toolkit
-from tests.conftest import ROOT
 from tests.support.trainer_server import TrainerServer
 from tests.support.watchdog import program
+from tests.unit.templates.test_entrypoint import DONE, Pod
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +136,10 @@ def test_without_the_servers_variables_nothing_is_sent(
     assert not status.thread.is_alive()
 
 
-def test_only_trainjobs_have_it() -> None:
-    job = toolkit.load(ROOT / "jobs/digits.yaml", ["stall_timeout=1h"])
-    for workload in ("TrainJob", "JobSet", "PyTorchJob", "Job"):
-        profile = toolkit.KubernetesProfile.model_validate({"name": "k", "workload": workload})
-        text = toolkit.render(toolkit.plan(job, profile))
-        assert ("end of trainer_status.py" in text) == (workload == "TrainJob")
+@pytest.mark.parametrize("tells", [False, True])
+def test_only_pods_of_trainjobs_have_it(tells: bool, tmp_path: Path) -> None:
+    """Trainer gives them the variable with the address of its server."""
+    pod = Pod(tmp_path, more={"stall_timeout": "1h"})
+    server = {"KUBEFLOW_TRAINER_SERVER_URL": "https://127.0.0.1:9/"} if tells else {}
+    assert pod.run("exit 0", **server) == DONE
+    assert len([*pod.runs.glob("logs/*/*/watchdog/trainer_status.py")]) == tells

@@ -65,15 +65,16 @@ class Cluster:
         )
         return checked(answer)
 
-    def create(self, resource: ApiResource, body: Object) -> None:
-        """Make an object.
+    def create(self, resource: ApiResource, body: Object, *, dry_run: bool = False) -> None:
+        """Make an object; in a dry run the server only validates it.
 
         Raises:
             Conflict: there is one of this name.
             LauncherError: the server refused; its words are in the message.
         """
         path = resource.path(body["metadata"].get("namespace", self.namespace))
-        self.connection.ask("POST", path, query=_WRITE, body=body)
+        query = _WRITE | ({"dryRun": "All"} if dry_run else {})
+        self.connection.ask("POST", path, query=query, body=body)
 
     def get(self, resource: ApiResource, name: str) -> Object | None:
         """Return an object, or None if it does not exist."""

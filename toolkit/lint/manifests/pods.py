@@ -1,6 +1,7 @@
 """The pods that the objects of a stream make, and the torchruns that their containers start."""
 
 import functools
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -284,7 +285,7 @@ class Launch:
     """Whether SIGTERM reaches torchrun."""
 
     maps: bool
-    """Whether the shell decides about the exit status."""
+    """Whether the shell, or the toolkit's supervisor, decides about the exit status."""
 
     @property
     def pods(self) -> Pods:
@@ -314,7 +315,7 @@ def _launch(container: Container) -> Launch | None:
     if outer is None:
         return None
     shell, script, rest = shell_of(argv)
-    inner = rest if '"$@"' in script or "exec $@" in script else []
+    inner = rest if '"$@"' in script or re.search(r"\bexec\b.* \$@", script) else []
     started = _walked(shlex.join(inner)) if inner else outer
     if started is None or not started.torchruns:
         return None
@@ -325,7 +326,8 @@ def _launch(container: Container) -> Launch | None:
         shell=shell,
         script=script,
         passes=not shell or _passes(shell, script, outer, None if inner else torchrun),
-        maps=bool(shell) and any(call.name in ("exit", "return") for call in outer.calls),
+        maps=(bool(shell) and any(call.name in ("exit", "return") for call in outer.calls))
+        or any(re.search(r"(^|[/.])supervisor(\.pyz)?$", word) for word in argv),
     )
 
 
@@ -368,7 +370,7 @@ def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> b
     if any("TERM" in trap.signals or "15" in trap.signals for trap in walk.traps):
         return True
     if torchrun is None:
-        return 'exec "$@"' in script or "exec $@" in script
+        return re.search(r'\bexec\b[^\n;|&]*\s("\$@"|\$@)\s*$', script, re.MULTILINE) is not None
     if torchrun.call.name == "exec":
         return torchrun.call.piped_to is None
     return shell == "bash" and _is_last(script, torchrun)

@@ -1,9 +1,9 @@
-"""What torchrun prints at its end: a block for each rank that has failed."""
+"""What torchrun tells of ranks that have failed: at its end, and in its log (TORCH_LOGS_OUT)."""
 
 import re
 from typing import Iterable, List
 
-from .files import TAIL_BYTES, open_regular
+from .files import TAIL_BYTES, last_lines, open_regular
 
 LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
 """Of a report, as far as it counts."""
@@ -29,3 +29,9 @@ def report_lines(paths: Iterable[str]) -> List[str]:
 def has_exitcode(lines: Iterable[str], status: int) -> bool:
     """Whether a rank has ended with this exit status."""
     return any(re.match(rf" *exitcode +: {status}(?: |$)", line) for line in lines)
+
+
+def exitcode_logged(path: str) -> str:
+    """Return how the last rank of which torchrun's log tells has ended; nothing without one."""
+    found = re.findall(r"failed \(exitcode: (-?[0-9]+)", "\n".join(last_lines(path)))
+    return str(found[-1]) if found else ""

@@ -51,15 +51,14 @@ class Served(WholeModel):
         # How many ages were noted, their sum, and the largest.
         self._ages = 0, 0, 0
 
-    @property
-    def _buffers(self) -> list[Tensor]:
-        """Those whose movement is sent: running statistics, but no table that is not saved.
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return those whose movement is sent: running statistics, but no table that is not saved.
 
         As they are now: forward() may put other tensors in their places.
         """
         saved = self.model.state_dict().keys()
         buffers = batchnorm.numeric_buffers(self.model)
-        return [buffer.detach() for name, buffer in buffers.items() if name in saved]
+        return {name: buffer.detach() for name, buffer in buffers.items() if name in saved}
 
     def describe(self) -> str:
         """Print the role of each rank."""
@@ -128,8 +127,9 @@ class Served(WholeModel):
 
     def moved(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return how far buffers have moved since these weights."""
-        before = weights[len(weights) - len(self._buffers) :]
-        return [now.cpu() - then for now, then in zip(self._buffers, before, strict=True)]
+        buffers = self._buffers().values()
+        before = weights[len(weights) - len(buffers) :]
+        return [now.cpu() - then for now, then in zip(buffers, before, strict=True)]
 
     def put_gradients(self, pieces: Sequence[Sequence[Tensor | None]]) -> None:
         """Make the parameters' gradients the sum of pieces, added in their order."""
@@ -143,21 +143,27 @@ class Served(WholeModel):
             parameter.grad = None if total is None else total.to(parameter.device)
 
     def move(self, pieces: Sequence[Sequence[Tensor]]) -> None:
-        """Move buffers by the mean of how far trainers have: see `train.model.batchnorm`."""
-        for buffer, column in zip(self._buffers, zip(*pieces, strict=True), strict=True):
+        """Move buffers by the mean of how far trainers have: see `train.model.batchnorm`.
+
+        Raises:
+            UsageError: a counter has moved differently on trainers that work on one batch.
+        """
+        columns = zip(*pieces, strict=True)
+        for (name, buffer), column in zip(self._buffers().items(), columns, strict=True):
             mean = torch.stack(column).double().mean(dim=0)
             # Counters of passes are whole numbers, and move alike on all trainers.
             exact = not buffer.is_floating_point()
             if exact and not all(piece.equal(column[0]) for piece in column):
                 raise UsageError(
-                    f"--strategy ps: a buffer of whole numbers of task {self.task.name!r} moves by "
-                    "the samples of each trainer, and nothing says how they belong together: make "
-                    "it a buffer of floats, or one that is not saved (persistent=False)"
+                    f"--strategy ps: buffer {name!r} of task {self.task.name!r} holds whole "
+                    "numbers, moves by the samples of each trainer, and nothing says how they "
+                    "belong together: make it a buffer of floats, or one that is not saved "
+                    "(persistent=False)"
                 )
             buffer += mean.to(buffer.device, buffer.dtype)
 
     def _moving(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self._buffers]
+        return [*self.model.parameters(), *self._buffers().values()]
 
 
 class ServedTrainer(Trainer):

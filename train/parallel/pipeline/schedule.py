@@ -33,7 +33,7 @@ from ..base import Parts, Strategy, Sums, Tally, full, summed_loss, tally
 from ..consistency import some_of
 from ..replacement import LossReads
 from ..writes import Writes
-from . import split
+from . import split, two_passes
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 FEW = 2
@@ -145,8 +145,7 @@ class Pipelined(Strategy):
         layout, schedule = self.parts.layout, self.parts.config.pp_schedule
         pieces.check_complete(self.parts, batch, flags=f"--pp {layout.pp} --pp-schedule {schedule}")
         if schedule in split.TWO_PASSES:
-            flags = f"--pp-schedule {schedule}"
-            pieces.check_one_backward_pass(self.parts, batch, flags=flags)
+            two_passes.check(self.parts, batch, self._plan, flags=f"--pp-schedule {schedule}")
         problem = ""
         if len(batch):
             in_parts = schedule in split.TWO_PASSES

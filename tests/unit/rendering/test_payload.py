@@ -1,0 +1,108 @@
+"""The supervisor as one file, which manifests carry."""
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.conftest import ROOT
+from tests.support.rendered import manifest
+from toolkit.rendering import payload
+
+CARRIED = manifest({}, {"supervisor": "carried"}, "Job")
+
+
+@pytest.fixture
+def rendered(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(CARRIED)
+    return path
+
+
+def cli(*argv: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "toolkit", *map(str, argv)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_the_same_sources_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the dates and rights of the files, and the order in which a folder lists them."""
+    copied = tmp_path / "toolkit/supervisor"
+    shutil.copytree(ROOT / "toolkit/supervisor", copied, copy_function=shutil.copy)
+    for path in copied.rglob("*.py"):
+        os.utime(path, (1, 1))
+        path.chmod(0o600)
+    first = payload.archive()
+    monkeypatch.setattr(payload, "__file__", str(tmp_path / "toolkit/rendering/payload.py"))
+    assert payload.archive() == first
+
+
+def test_it_runs_alone(tmp_path: Path) -> None:
+    """Without the toolkit, site-packages, or a folder that it could write to."""
+    program = tmp_path / payload.FILE
+    program.write_bytes(payload.archive())
+    program.chmod(0o444)
+    argv = [sys.executable, "-ISs", str(program), "pod", "--job=t"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 2
+    assert "torchrun and its arguments must follow a '--'" in done.stderr
+
+
+def test_its_sources_can_be_read_and_compared(rendered: Path, tmp_path: Path) -> None:
+    done = cli("supervisor", rendered, "--unpack", tmp_path / "sources")
+    assert (done.returncode, done.stderr) == (0, "")
+    ours = {path.name: path for path in (ROOT / "toolkit/supervisor").glob("*.py")}
+    unpacked = {path.name: path for path in (tmp_path / "sources/supervisor").glob("*.py")}
+    assert {n: p.read_bytes() for n, p in unpacked.items()} == {
+        n: p.read_bytes() for n, p in ours.items()
+    }
+    assert "that of this version" in done.stdout
+    packed = base64.b64decode(re.search(r"supervisor.pyz: (\S+)", CARRIED)[1])  # type: ignore[index]
+    changed = tmp_path / "changed.pyz"
+    changed.write_bytes(packed)
+    with zipfile.ZipFile(changed, "a") as archive:
+        archive.writestr("supervisor/added.py", "")
+    other = base64.b64encode(changed.read_bytes()).decode()
+    rendered.write_text(CARRIED.replace(base64.b64encode(packed).decode(), other))
+    done = cli("supervisor", rendered)
+    assert (done.returncode, "not that of this version" in done.stdout) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("../escaped.py", "none of ours"), ("/etc/x.py", "none of ours"), (None, "carries no")],
+)
+def test_what_is_not_ours_is_refused(name: str | None, said: str, tmp_path: Path) -> None:
+    text = "kind: Job\n"
+    if name:
+        path = tmp_path / "strange.zip"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, os.urandom(2000))
+        text += f"x: {base64.b64encode(path.read_bytes()).decode()}\n"
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(toolkit.InputError, match=said):
+        toolkit.carried_supervisor(tmp_path / "t.yaml")
+
+
+def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("supervisor/a.py", b"\0" * (payload.MOST_BYTES + 1))
+    (tmp_path / "t.yaml").write_text(f"x: {base64.b64encode(path.read_bytes()).decode()}\n")
+    with pytest.raises(toolkit.InputError, match="unpacks to more than"):
+        toolkit.carried_supervisor(tmp_path / "t.yaml")
+
+
+def test_people_see_a_comment_in_its_place() -> None:
+    text = payload.folded(CARRIED)
+    assert max(map(len, text.splitlines())) < 200
+    assert "  # supervisor.pyz: " in text
+    assert payload.folded(text) == text

@@ -1,0 +1,488 @@
+"""A pod's first process: it runs torchrun and tells Kubernetes by its exit status how it ended.
+
+0: all steps made. 42: failed for good. 138: to be started again.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from types import MappingProxyType
+from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
+
+from .attempt import with_number
+from .evidence.files import last_lines, open_regular, read
+from .evidence.outcome import read_outcome
+from .evidence.restarts import after_restarts
+from .first_pod import Deserted, FirstPod, at_address, own_address
+from .notify import Event, Notifier, Receivers
+from .pod_folder import PodFolder, say
+from .policy import (
+    NO_PROGRESS_STATUS,
+    Limits,
+    Verdict,
+    decide,
+    judge,
+    limit_reached,
+)
+from .process import Children, Signals
+from .watchdog_files import write_watchdog
+
+DONE, FINAL, AGAIN = 0, 42, 138
+
+LOOK_S = 5
+"""Seconds between two looks at what other pods have left."""
+
+STOP_MARGIN_S = 10
+"""How much longer than `stop.grace` a torchrun may take to stop before it is told again."""
+
+STORAGE_TRIES = 12
+"""How often, five seconds apart, the run directory is tried: storage may be away for a moment."""
+
+CGROUPS = "/sys/fs/cgroup"
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    job: str
+    command: Sequence[str]
+    """torchrun and its arguments."""
+    nodes: int = 1
+    elastic: bool = False
+    replaces: bool = False
+    """Whether Kubernetes replaces any pod that fails, also one that has failed for good."""
+    marks: bool = False
+    """Whether a pod that has failed for good tells the others by a mark in the run directory."""
+    join_timeout_s: int = 0
+    """How long pods wait for each other at the first one; 0 where an operator says where."""
+    restarts: int = 0
+    limits: Limits = Limits()
+    grace_s: int = 60
+    stall: str = "never"
+    """Seconds without a step, or `learned`, after which ranks hang; `never`."""
+    protect_children: bool = False
+    environ: Mapping[str, str] = MappingProxyType({})
+    """Variables of the ranks whose names an operator keeps for itself."""
+    receivers: Receivers = Receivers()
+    cgroups: str = "/sys/fs/cgroup"
+    """Where the container's cgroup is mounted."""
+
+
+class _Ended(Exception):
+    """The pod ends with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def main(options: Options) -> int:
+    """Run torchrun; return the pod's exit status."""
+    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
+    pod = PodStart(options, signals)
+    try:
+        pod.run()
+    except _Ended as ended:
+        return ended.status
+    except Exception:
+        traceback.print_exc()
+        return pod.failed_itself()
+
+
+class PodStart(PodFolder):
+    """One start of a pod's container."""
+
+    def __init__(self, options: Options, signals: Signals) -> None:
+        compares = bool(options.restarts or options.limits.requeue)
+        super().__init__(compares=compares, cgroups=options.cgroups)
+        self.options, self.signals = options, signals
+        self.submission = os.environ.get("TRAIN_START", "")
+        self.children = Children(options.grace_s + STOP_MARGIN_S)
+        self.notifier = Notifier(options.receivers, options.job, self.run_dir)
+        self.first = FirstPod(options.command)
+        self.is_host = os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
+        self.meets_others = options.join_timeout_s > 0 and options.nodes > 1
+        self.environ: Dict[str, str] = {}
+        """The environment of the ranks."""
+        self.start = ""
+        """What this start has written into `began`: another pod of this name writes another."""
+        self._found_start = (0, 0), ""
+        self.deserted: Optional[Deserted] = None
+        self.was_deserted = False
+
+    # ---- The start
+
+    def run(self) -> NoReturn:
+        """Start torchrun, wait for it, and decide what follows.
+
+        Raises:
+            _Ended: always, with the pod's exit status.
+        """
+        self._open_attempt()
+        self._check_submitted_files()
+        if self._is_done():
+            say("all steps were made before this start")
+            raise _Ended(DONE)
+        self._check_earlier_starts()
+        self._start_torchrun()
+        look_s = time.monotonic() + LOOK_S
+        while self.children.look():
+            self._heed_signals()
+            if time.monotonic() >= look_s:
+                self._look()
+                look_s = time.monotonic() + LOOK_S
+            self.signals.wait(1)
+        self._heed_signals()
+        self._print_results()
+        self._conclude()
+
+    def _open_attempt(self) -> None:
+        for left in reversed(range(STORAGE_TRIES)):
+            try:
+                os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
+                break
+            except OSError as error:
+                if not left:
+                    say(f"the run directory cannot be made: {error}")
+                    raise _Ended(FINAL) from None
+            self.signals.wait(5)
+        given = os.environ.get("TRAIN_ATTEMPT", "")
+        self.number = int(given) if given.isdigit() else 0
+        # Also after the run was deleted and applied again: the first pod's link gives the others
+        # the attempt's number.
+        while self.submission:
+            link = os.path.join(self.run_dir, "logs", f"start-{self.number}")
+            with contextlib.suppress(OSError):
+                os.symlink(self.submission, link)
+                break
+            if not os.path.islink(link) or os.readlink(link) == self.submission:
+                break
+            self.number += 1
+        self.logs = os.path.join(self.run_dir, "logs", f"attempt-{self.number}")
+        self.own = os.path.join(self.logs, self.name)
+        try:
+            os.makedirs(self.own, exist_ok=True)
+        except OSError as error:
+            say(f"the folder of this attempt cannot be made: {error}")
+            raise _Ended(FINAL) from None
+
+    def _check_submitted_files(self) -> None:
+        """Refuse files that are not the submitted ones: others may create a ConfigMap of the name.
+
+        They are executed.
+        """
+        folder = os.environ.get("TRAIN_SUBMITTED_DIR", "")
+        for line in os.environ.get("TRAIN_SUBMITTED_SHA256", "").splitlines():
+            checksum, _, name = line.partition("  ")
+            try:
+                with open_regular(os.path.join(folder, name)) as file:
+                    found = hashlib.sha256(file.read()).hexdigest()
+            except OSError:
+                found = ""
+            if found != checksum:
+                self._refuse(f"the ConfigMap does not hold what was submitted: {name}")
+
+    def _is_done(self) -> bool:
+        """Whether the run was done while this pod was away, or before it could join."""
+        if not self.submission or not os.path.exists(self.shared("done")):
+            return False
+        if self.options.nodes == 1:
+            return True
+        late = self.options.elastic and not os.path.exists(self.file("began"))
+        return late or read_outcome(self.run_dir).status == "done"
+
+    def _check_earlier_starts(self) -> None:
+        options = self.options
+        if options.replaces and os.path.exists(self.shared("ended_for_good")):
+            self._repeat_the_end()
+        started_before = os.path.exists(self.file("began"))
+        if started_before and not os.path.exists(self.file("ended")):
+            # It was killed, for example out of memory.
+            self.append("failed", "ended without a word")
+        if not os.path.exists(self.file("steps")):  # where the submission began
+            self.append("steps", read_outcome(self.run_dir).step or "0")
+        reached = limit_reached(self.counts(), options.limits)
+        if reached is not None:
+            self._refuse(reached.text, reached.word)
+        if os.path.exists(self.shared("no_progress")):
+            self._refuse("a worker has ended with 93, without progress")
+        self.append("earlier_ends", read(self.file("ended")).rstrip("\n"))
+        for name in ("ended", "deserted", "repeated"):
+            with contextlib.suppress(OSError):
+                os.remove(self.file(name))
+        if options.limits.requeue:
+            self._keep_the_last_error(started_before)
+        self.start = str(uuid.uuid4())
+        try:
+            with open(self.file("began"), "w", encoding="ascii") as file:
+                file.write(self.start + "\n")
+            self.began_ns = os.stat(self.file("began")).st_mtime_ns
+        except OSError as error:
+            say(f"{self.file('began')} cannot be written: {error}")
+            raise _Ended(FINAL) from None
+
+    def _keep_the_last_error(self, started_before: bool) -> None:
+        """Keep the error of the last start, for comparison."""
+        while os.path.lexists(self.file(f"first_error-{self.earlier_starts}")):
+            self.earlier_starts += 1
+        if not started_before:
+            return
+        kept = f"first_error-{self.earlier_starts}"
+        try:
+            os.rename(self.file("first_error"), self.file(kept))
+        except OSError:
+            self.append(kept, "")
+        self.earlier_starts += 1
+
+    def _start_torchrun(self) -> None:
+        options = self.options
+        environ = self.environ = {
+            **os.environ,
+            "TRAIN_ATTEMPT": str(self.number),
+            "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
+            "PET_LOG_DIR": self.own,
+            # torchrun reports there how workers end.
+            "TORCH_LOGS_OUT": self.torchrun_log(),
+            **options.environ,
+        }
+        command = [with_number(word, self.number) for word in options.command]
+        if options.join_timeout_s:
+            environ["PET_RDZV_CONF"] = (
+                f"is_host={int(self.is_host)},join_timeout={options.join_timeout_s},read_timeout=30"
+            )
+            # torchrun waits for a pod that is lost between joining and starting its ranks: now 30 s
+            # for its address, for its size never.
+            environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        if self.meets_others:
+            address = self._meeting_address()
+            command = at_address(command, address)
+            if self.is_host and address:
+                # torchrun sorts addresses before names: this node has rank 0 with both.
+                environ["PET_LOCAL_ADDR"] = address
+        self._heed_signals()
+        if self.stopping:  # the signal came before torchrun was started
+            self.write("ended", "")
+            raise _Ended(AGAIN)
+        try:
+            self.children.start([*self._preparation(), *command], None, environ)
+        except OSError as error:
+            say(f"{command[0]}: {error.strerror}")
+            self.children.status = 127 if isinstance(error, FileNotFoundError) else 126
+            return
+        if self.meets_others and not self.is_host:
+            pid, limit_s = self.children.running[0].pid, options.grace_s + 30
+            self.deserted = Deserted(self.first, pid, self.torchrun_log(), limit_s)
+
+    def _meeting_address(self) -> str:
+        if self.is_host:
+            return own_address()
+        return self.first.wait(self.options.join_timeout_s, self.signals)
+
+    def _preparation(self) -> List[str]:
+        """Return what starts torchrun with the watchdog; nothing if it cannot be written."""
+        options = self.options
+        if options.stall == "never" and not options.protect_children:
+            return []
+        try:
+            program = write_watchdog(
+                self.file("watchdog"),
+                watches=options.stall != "never",
+                reads_steps="TRAIN_LOG_PATTERN" in os.environ,
+                children=options.protect_children,
+                tells_trainer="KUBEFLOW_TRAINER_SERVER_URL" in os.environ,
+            )
+        except OSError as error:
+            say(f"goes on without the watchdog: {error}")
+            return []
+        return ["sh", program, options.stall]
+
+    # ---- While torchrun runs
+
+    def _heed_signals(self) -> None:
+        for number in self.signals.take():
+            if number == signal.SIGCHLD:
+                continue
+            self.stopping = "stopped"
+            # A lost node may still run this pod while another one has taken its place, and must
+            # not write a checkpoint any more.
+            if self._is_replaced():
+                raise _Ended(AGAIN)
+            self.children.send(signal.SIGTERM)
+
+    def _look(self) -> None:
+        """Look at what other pods have left, and end a torchrun that would only go on in vain."""
+        if self._is_replaced():
+            raise _Ended(AGAIN)
+        if self._ended_for_good() or self._is_hopeless():
+            self.children.stop()
+        if self.is_host or not self.meets_others:
+            self._tell_stalls()
+        if self.deserted is not None and self.deserted.look():
+            self.was_deserted = True
+            self.write("deserted", "")
+            self.children.send(signal.SIGKILL)
+
+    def _is_hopeless(self) -> bool:
+        """Whether torchrun has started the ranks again, to end alike."""
+        if not self.options.restarts:
+            return False
+        if self.out_of_memory() is not None and any(
+            re.search("attempt_[1-9]", path) for path in self.newer(self.own, "*/attempt_*")
+        ):
+            return True
+        if self.options.restarts < 2:
+            return False
+        if not os.path.exists(self.file("repeated")):
+            failure = self.repeats.look(all_ended=False)
+            if failure is None:
+                return False
+            self.write("repeated", failure.line())
+        return True
+
+    def _is_replaced(self) -> bool:
+        """Whether another pod has taken this one's place."""
+        if not self.start:
+            return False
+        try:
+            info = os.stat(self.file("began"))
+        except OSError:
+            return False
+        changed = (info.st_mtime_ns, info.st_ino)
+        if changed != self._found_start[0]:
+            self._found_start = changed, read(self.file("began"), 100).strip()
+        return self._found_start[1] not in ("", self.start)
+
+    def _ended_for_good(self) -> str:
+        """Return how another pod has ended for good.
+
+        Kubernetes replaces the pods of a lost node only if it replaces any pod that fails, also one
+        that has ended with 42: so that pod leaves a mark, by which its replacements and the others
+        end, too. The operator of a PyTorchJob deletes the pods that still run, with their logs: so
+        they end by the mark first, unless it is older than this start: of an earlier submission.
+        """
+        if not self.options.marks:
+            return ""
+        path = self.shared("ended_for_good")
+        try:
+            changed_ns = os.stat(path).st_mtime_ns
+        except OSError:
+            return ""
+        if not self.options.replaces and changed_ns <= self.began_ns:
+            return ""
+        return read(path, 4096).rstrip("\n")
+
+    def _tell_stalls(self) -> None:
+        """Send what the watchdog has named: a file with one sentence for each stall."""
+        if "stall" not in self.options.receivers.events:
+            return
+        for path in sorted(glob.glob(glob.escape(self.logs) + "/watchdog/stall-[0-9]*")):
+            text = read(path, 4096).strip()
+            event = Event("stall", "", f"stalls: {text}", self.number, tries=1)
+            self.notifier.tell(self.shared("notified-" + path.rpartition("-")[2]), event)
+
+    # ---- The end
+
+    def _print_results(self) -> None:
+        """Let what was submitted with a function print the ranks' results to the log."""
+        folder = os.environ.get("TRAIN_SUBMITTED_DIR", "")
+        if folder and self.environ:
+            program = os.path.join(folder, "deliver.py")
+            subprocess.call([sys.executable, program], env=self.environ, stdin=subprocess.DEVNULL)
+
+    def _conclude(self) -> NoReturn:
+        status = self.children.status
+        self._tell_stalls()
+        if status == 0 and not self.stopping:
+            self.write("ended", "")
+            self.touch_shared("done")
+            text = after_restarts(self.run_dir, self.number, self.torchrun_logs())
+            self._tell("done", f"ended: done: all steps made{text}")
+            raise _Ended(DONE)
+        if self._ended_for_good():
+            self._repeat_the_end()
+        if self.exited_with(NO_PROGRESS_STATUS):
+            self.touch_shared("no_progress")  # for pods whose ranks have only lost that worker's
+        # A pod that was stopped has not made all steps, even if torchrun exits with 0.
+        self.status = status or 1
+        if self.outcome_is_current():
+            self.outcome = read_outcome(self.run_dir)
+            self.append("steps", self.outcome.step)
+        verdict = judge(self)
+        if self.was_deserted:
+            why = f"{verdict.why}; " if verdict.why else ""
+            verdict = verdict._replace(why=why + "the first pod, where the nodes meet, was lost")
+        if verdict.word == "preempted":
+            self._end(AGAIN, verdict, "goes on from its checkpoint if it is started again")
+        if verdict.word == "retryable":
+            self.append("failed", str(status))
+        again = "started again"
+        decision = decide(verdict.word, self.counts(), self.options.limits, again=again)
+        verdict = verdict._replace(word=decision.word)
+        if decision.again:
+            self._end(AGAIN, verdict, decision.text)
+        self._end(DONE if verdict.word == "done" else FINAL, verdict, decision.text)
+
+    def _end(self, status: int, verdict: Verdict, decision: str) -> NoReturn:
+        why = f"{verdict.why}; " if verdict.why else ""
+        text = f"{verdict.word}: {why}{decision}"
+        said = f"torchrun ended with {self.children.status}; {text}"
+        if status == FINAL and self.options.marks:
+            self.write_shared("ended_for_good", said)
+        say(f"{said}: {status}")
+        self.write("ended", f"{said}: {status}")
+        if status == DONE:
+            self.touch_shared("done")
+        # Not by a pod that is stopped, for another pod's sake for example, nor by one that starts
+        # again.
+        if not self.stopping and status != AGAIN:
+            self._tell(verdict.word, f"ended: {text}")
+        if status == FINAL and self.options.marks and not self.options.replaces:
+            self._await_others()
+        raise _Ended(status)
+
+    def _repeat_the_end(self) -> NoReturn:
+        said = f"{read(self.shared('ended_for_good'), 4096).rstrip()}: {FINAL}"
+        say(said)
+        self.write("ended", said)
+        raise _Ended(FINAL)
+
+    def _await_others(self) -> None:
+        """Wait until the other pods have ended: the operator deletes those that still run."""
+        end = time.monotonic() + self.options.grace_s + 20
+        while time.monotonic() < end and not self.stopping:
+            if len(glob.glob(glob.escape(self.logs) + "/*/ended")) >= self.options.nodes:
+                return
+            self.signals.wait(1)
+            self._heed_signals()
+
+    def _refuse(self, why: str, word: str = "fatal") -> NoReturn:
+        say(f"not started again: {why}")
+        if self.options.replaces:
+            self.write_shared("ended_for_good", f"not started again: {why}")
+        self._tell(word, f"is not started again: {why}")
+        raise _Ended(FINAL)
+
+    def _tell(self, word: str, text: str) -> None:
+        event = Event("end", word, text, self.number, tries=3)
+        self.notifier.tell(self.shared("notified"), event)
+
+    def failed_itself(self) -> int:
+        """Note that this program has failed: started again once, never twice in a row."""
+        why = "the supervisor failed: " + traceback.format_exc(limit=0).strip().rpartition("\n")[2]
+        before = last_lines(self.file("earlier_ends"))[-1:] if self.own else []
+        twice = before[:1] and before[0].startswith("the supervisor failed: ")
+        if self.own:
+            self.append("failed", why)
+            self.write("ended", f"{why}: {FINAL if twice else AGAIN}")
+            if twice and self.options.marks:
+                self.write_shared("ended_for_good", why)
+        self.children.send(signal.SIGKILL)
+        return FINAL if twice else AGAIN

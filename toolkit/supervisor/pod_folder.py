@@ -1,0 +1,164 @@
+"""The folders of a run that a pod writes into, and the evidence that a start leaves there."""
+
+import contextlib
+import glob
+import os
+import re
+import sys
+from typing import List, Optional
+
+from .evidence.files import read
+from .evidence.first_error import Attempt as Starts
+from .evidence.first_error import Failure, from_line, last_failure
+from .evidence.repeats import RepeatedStarts, failed_as_before
+from .evidence.torchrun_report import exitcode_logged
+from .policy import Counts, Evidence, Verdict
+
+
+class PodFolder(Evidence):
+    """What one start of a pod's container leaves.
+
+    Kubernetes starts pods again one by one, so each counts its own starts, in a folder of its name.
+    """
+
+    def __init__(self, *, compares: bool, cgroups: str) -> None:
+        self.run_dir = os.environ["TRAIN_RUN_DIR"]
+        self.name = os.environ["HOSTNAME"]
+        self.number = 0
+        self.logs = self.own = ""
+        """The attempt's folder, and this pod's in it."""
+        self.began_ns = 0
+        """When this start began, by the run directory's clock."""
+        self.earlier_starts = 0
+        self.compares = compares
+        """Whether the failures of two starts are compared."""
+        self._cgroups = cgroups
+        self.repeats = RepeatedStarts(self._torchruns, self._starts)
+
+    def counts(self) -> Counts:
+        """Return what this pod's starts since the submission have come to."""
+        failures = len(read(self.file("failed")).splitlines())
+        idle, best = 0, -1
+        for line in read(self.file("steps")).splitlines():
+            step = int(line) if line.isdigit() else 0
+            idle, best = (0, step) if step > best else (idle + 1, best)
+        return Counts(failures, 0, idle, max(best, 0))
+
+    def outcome_is_current(self) -> bool:
+        """Whether outcome.json was written since this start began."""
+        try:
+            changed_ns = os.stat(os.path.join(self.run_dir, "outcome.json")).st_mtime_ns
+        except OSError:
+            return False
+        return changed_ns > self.began_ns
+
+    def repeated(self) -> Optional[Failure]:
+        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        return from_line(read(self.file("repeated"), 4096))
+
+    def exited_with(self, status: int) -> bool:
+        """Whether the last worker of which torchrun has reported has ended with this status."""
+        return exitcode_logged(self.torchrun_log()) == str(status)
+
+    def no_progress(self) -> bool:
+        """Whether another pod has seen that a worker ends for want of progress."""
+        return os.path.exists(self.shared("no_progress"))
+
+    def stopped(self) -> Optional[Verdict]:
+        """Whether Kubernetes has ended the pod.
+
+        A rank that failed for want of memory counts more than a stop for another pod's sake.
+        """
+        if not self.stopping:
+            return None
+        if self.out_of_memory() is not None and exitcode_logged(self.torchrun_log()):
+            return None
+        return Verdict("preempted", "stopped from outside")
+
+    def out_of_memory(self) -> Optional[str]:
+        """Where the kernel has killed a process of this container, which a cgroup counts."""
+        for name in ("memory.events", "memory/memory.oom_control"):  # of version 2 or 1
+            if re.search("^oom_kill [1-9]", read(os.path.join(self._cgroups, name)), re.MULTILINE):
+                return ""
+        return None
+
+    def raised(self) -> Optional[Failure]:
+        """The first error of the last start."""
+        return last_failure(self._starts(), self.logs) if self.compares else None
+
+    def failed_before(self) -> Optional[Failure]:
+        """The failure of this start, if an earlier start of this pod failed alike."""
+        now = self.raised()
+        if now is not None:
+            self.write("first_error", now.line())
+        if not self.compares:
+            return None
+        numbers = reversed(range(self.earlier_starts))
+        earlier = (self.file(f"first_error-{number}") for number in numbers)
+        return self.repeats.look(all_ended=True) or failed_as_before(now, earlier)
+
+    def _starts(self) -> Starts:
+        code = exitcode_logged(self.torchrun_log())
+        reports = [f"  exitcode : {code}"] if code else []
+        return Starts(self.run_dir, self.number, [self.name], reports, self.began_ns)
+
+    def _torchruns(self) -> List[str]:
+        """Return the folders of the torchruns of all pods that are newer than this start."""
+        return self.newer(self.logs, "*/*/")
+
+    def newer(self, folder: str, pattern: str) -> List[str]:
+        """Return the paths below a folder that have changed since this start."""
+        found = []
+        for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+            with contextlib.suppress(OSError):
+                if os.stat(path).st_mtime_ns > self.began_ns:
+                    found.append(path)
+        return found
+
+    # ---- Files
+
+    def file(self, name: str) -> str:
+        """Return the path of a file of this pod."""
+        return os.path.join(self.own, name)
+
+    def shared(self, name: str) -> str:
+        """Return the path of a file of all pods of the attempt."""
+        return os.path.join(self.logs, name)
+
+    def torchrun_log(self) -> str:
+        """Return the path of torchrun's own log."""
+        return os.environ.get("TORCH_LOGS_OUT") or self.file("torchrun.log")
+
+    def torchrun_logs(self) -> List[str]:
+        """Return those of all pods."""
+        return glob.glob(glob.escape(self.logs) + "/*/torchrun.log")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a line into a file of this pod; an empty text is no line."""
+        _write(self.file(name), "w", text)
+
+    def append(self, name: str, text: str) -> None:
+        """Add a line to a file of this pod."""
+        _write(self.file(name), "a", text)
+
+    def write_shared(self, name: str, text: str) -> None:
+        """Write a line into a file of all pods."""
+        _write(self.shared(name), "w", text)
+
+    def touch_shared(self, name: str) -> None:
+        """Make a file of all pods."""
+        _write(self.shared(name), "a", "")
+
+
+def _write(path: str, mode: str, text: str) -> None:
+    """Write a line, or nothing; a full disk, or storage that is away, does not change the end."""
+    try:
+        with open(path, mode, encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text + "\n" if text else "")
+    except OSError as error:
+        say(f"{path}: {error.strerror}")
+
+
+def say(text: str) -> None:
+    """Say something in the pod's log."""
+    print(text, file=sys.stderr, flush=True)
