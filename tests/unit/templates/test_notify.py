@@ -127,7 +127,7 @@ def test_a_redirect_is_a_failure_and_is_not_followed(
         assert job.conclude(2) == 2
         assert (len(receiver.posts), other.posts, other.others) == (1, [], [])
     said = f"127.0.0.1 answers {status}, a redirect, which is not followed; "
-        "set the address it redirects to"
+    said += "set the address it redirects to"
     assert f"digits: the webhook of 'notify' has failed: {said}\n" in job.log.read_text()
     assert "s3cret" not in job.log.read_text()
 
