@@ -18,59 +18,76 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="supervisor", description=__doc__)
     roles = parser.add_subparsers(dest="role", metavar="ROLE")
     roles.required = True
-    here = roles.add_parser("local", help="one attempt on this machine")
-    here.add_argument("run_dir")
-    here.add_argument("mode", nargs="?", default="", choices=["", "continue", "restart"])
-    here.add_argument("--job", required=True, help="the job's name")
-    here.add_argument("--devices", action="append", default=[], help="the GPUs of a node: 0,1")
-    here.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
-    here.add_argument("--static", action="store_true", help="the rendezvous is static")
-    here.add_argument("--need", action="append", default=[], help="a folder that must exist")
-    _add_policy(here)
+    _add_local(roles.add_parser("local", help="one attempt on this machine"))
+    _add_pod(roles.add_parser("pod", help="the first process of a pod"))
     _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
     _add_node(roles.add_parser("node", help="one node of a Slurm step"))
-    _add_pod(roles.add_parser("pod", help="the first process of a pod"))
     end = words.index("--") if "--" in words else len(words)
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
-    if given.role == "node":
-        return node.main(_node_options(given, command))
-    if given.role == "pod":
-        return pod.main(_pod_options(given, command))
+    play = {"local": _local, "pod": _pod, "batch": _batch, "node": _node}[given.role]
+    return play(given, command)
+
+
+# ---- local
+
+
+def _add_local(role: argparse.ArgumentParser) -> None:
+    role.add_argument("run_dir")
+    role.add_argument("mode", nargs="?", default="", choices=["", "continue", "restart"])
+    role.add_argument("--devices", action="append", default=[], help="the GPUs of a node: 0,1")
+    role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
+    role.add_argument("--static", action="store_true", help="the rendezvous is static")
+    _add_policy(role)
+
+
+def _local(given: argparse.Namespace, command: List[str]) -> int:
     first, _, count = given.ports.partition("+")
-    ports = (int(first), int(count))
-    if given.role == "batch":
-        return batch.main(
-            batch.Options(
-                run_dir=given.run_dir,
-                mode=given.mode,
-                command=command,
-                ports=ports,
-                policy=_policy(given),
-                fewest=given.min_nodes,
-                most=given.max_nodes,
-                point=given.point,
-                takes_turns=given.takes_turns,
-                programs=given.need_program,
-                early=given.signals.split(),
-                image=given.need_image,
-                refuse=given.refuse,
-                script=given.script,
-                join=given.join,
-            )
-        )
     return local.main(
         local.Options(
             run_dir=given.run_dir,
             mode=given.mode,
             command=command,
             devices=given.devices or [""],
-            ports=ports,
+            ports=(int(first), int(count)),
             static=given.static,
             policy=_policy(given),
         )
     )
+
+
+# ---- pod
+
+
+def _add_pod(role: argparse.ArgumentParser) -> None:
+    role.add_argument("--nodes", type=int, default=1, help="pods of the run, one torchrun each")
+    role.add_argument("--elastic", action="store_true", help="fewer pods may do")
+    role.add_argument("--join-timeout", type=int, default=0, help="seconds, until all are there")
+    role.add_argument("--replaced", action="store_true", help="Kubernetes replaces failed pods")
+    role.add_argument("--mark-end", action="store_true", help="tell other pods of a final failure")
+    role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
+    role.add_argument("--env", action="append", default=[], help="NAME=VALUE of the ranks")
+    _add_policy(role)
+
+
+def _pod(given: argparse.Namespace, command: List[str]) -> int:
+    return pod.main(
+        pod.Options(
+            command=command,
+            policy=_policy(given),
+            nodes=given.nodes,
+            elastic=given.elastic,
+            replaces=given.replaced,
+            marks=given.mark_end,
+            join_timeout_s=given.join_timeout,
+            cgroups=given.cgroups,
+            environ=dict(word.partition("=")[::2] for word in given.env),
+        )
+    )
+
+
+# ---- batch
 
 
 def _add_batch(role: argparse.ArgumentParser) -> None:
@@ -78,13 +95,11 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
     role.add_argument("run_dir")
     role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain", "join"])
     role.add_argument("join", nargs="*", help="ATTEMPT ENDPOINT JOB_ID of the run to join")
-    role.add_argument("--job", required=True, help="the job's name")
     role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
     role.add_argument("--min-nodes", type=int, default=0, help="of an elastic job")
     role.add_argument("--max-nodes", type=int, default=0, help="of an elastic job")
     role.add_argument("--point", default="", help="of a sweep, its name")
     role.add_argument("--takes-turns", action="store_true", help="jobs may continue it in turn")
-    role.add_argument("--need", action="append", default=[], help="a file or folder")
     role.add_argument("--need-program", action="append", default=[], help="one of NAME,NAME")
     role.add_argument("--need-image", default="", help="a file")
     role.add_argument("--signals", default="", help="that came before: USR1 USR2 TERM")
@@ -93,47 +108,30 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
     _add_policy(role)
 
 
-def _policy(given: argparse.Namespace) -> Policy:
-    secret_files = dict(word.partition("=")[::2] for word in given.secret_file)
-    return Policy(
-        job=given.job,
-        restarts=given.restarts,
-        limits=Limits(given.requeues, given.no_progress, given.preemptions),
-        grace_s=given.grace,
-        stall=given.stall,
-        protect_children=given.protect_children,
-        needs=given.need,
-        secrets=given.need_variable,
-        secret_files=secret_files,
-        receivers=Receivers(
-            events=given.notify_on.split(",") if given.notify_on else (),
-            webhook=os.environ.pop("_notify_webhook", ""),
-            webhook_file=given.notify_webhook_file,
-            variable=given.notify_variable,
-            command=os.environ.pop("_notify_command", ""),
-            secrets=[*given.need_variable, *secret_files],
-        ),
+def _batch(given: argparse.Namespace, command: List[str]) -> int:
+    first, _, count = given.ports.partition("+")
+    return batch.main(
+        batch.Options(
+            run_dir=given.run_dir,
+            mode=given.mode,
+            command=command,
+            ports=(int(first), int(count)),
+            policy=_policy(given),
+            fewest=given.min_nodes,
+            most=given.max_nodes,
+            point=given.point,
+            takes_turns=given.takes_turns,
+            programs=given.need_program,
+            early=given.signals.split(),
+            image=given.need_image,
+            refuse=given.refuse,
+            script=given.script,
+            join=given.join,
+        )
     )
 
 
-def _add_policy(role: argparse.ArgumentParser) -> None:
-    """Add what a role does when something fails.
-
-    The webhook's address and the command of `notify` may hold secrets, and other users see command
-    lines: they come by the environment variables `_notify_webhook` and `_notify_command`.
-    """
-    role.add_argument("--restarts", type=int, default=0, help="of the ranks, by torchrun")
-    role.add_argument("--requeues", type=int, default=0, help="of the job, after failures")
-    role.add_argument("--no-progress", type=int, default=3, help="attempts without a new step")
-    role.add_argument("--preemptions", type=int, help="of the job; without a limit by default")
-    role.add_argument("--grace", type=int, default=60, help="seconds that a stop may take")
-    role.add_argument("--stall", default="never", help="seconds, learned or never")
-    role.add_argument("--protect-children", action="store_true", help="until their rank ends")
-    role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
-    role.add_argument("--notify-webhook-file", default="")
-    role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
-    role.add_argument("--need-variable", action="append", default=[], help="a secret")
-    role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
+# ---- node
 
 
 def _add_node(role: argparse.ArgumentParser) -> None:
@@ -158,7 +156,7 @@ def _add_node(role: argparse.ArgumentParser) -> None:
     role.add_argument("--pass-variable", action="append", default=[], help="to the container")
 
 
-def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options:
+def _node(given: argparse.Namespace, command: List[str]) -> int:
     container = Container(
         runtime=given.runtime,
         image=given.image,
@@ -170,7 +168,7 @@ def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options
         options=given.container_option,
         secrets=given.pass_variable,
     )
-    return node.Options(
+    options = node.Options(
         logs=given.logs,
         command=command,
         variables=given.variable,
@@ -183,44 +181,55 @@ def _node_options(given: argparse.Namespace, command: List[str]) -> node.Options
         restarts=given.restarts,
         container=None if given.runtime == "bare" else container,
     )
+    return node.main(options)
 
 
-def _add_pod(role: argparse.ArgumentParser) -> None:
-    """Add what the first process of a pod is told."""
+# ---- What all roles have in common
+
+
+def _add_policy(role: argparse.ArgumentParser) -> None:
+    """Add what a role does when something fails.
+
+    The webhook's address and the command of `notify` may hold secrets, and other users see command
+    lines: they come by the environment variables `_notify_webhook` and `_notify_command`.
+    """
     role.add_argument("--job", required=True, help="the job's name")
-    role.add_argument("--nodes", type=int, default=1, help="pods of the run, one torchrun each")
-    role.add_argument("--elastic", action="store_true", help="fewer pods may do")
-    role.add_argument(
-        "--join-timeout", type=int, default=0, help="seconds until all pods are there"
-    )
-    role.add_argument("--replaced", action="store_true", help="Kubernetes replaces failed pods")
-    role.add_argument("--mark-end", action="store_true", help="tell other pods of a final failure")
-    role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
-    role.add_argument("--env", action="append", default=[], help="NAME=VALUE of the ranks")
-    role.add_argument("--secret", action="append", default=[], help="variables with secrets: A,B")
-    _add_policy(role)
+    role.add_argument("--restarts", type=int, default=0, help="of the ranks, by torchrun")
+    role.add_argument("--requeues", type=int, default=0, help="of the job, after failures")
+    role.add_argument("--no-progress", type=int, default=3, help="attempts without a new step")
+    role.add_argument("--preemptions", type=int, help="of the job; without a limit by default")
+    role.add_argument("--grace", type=int, default=60, help="seconds that a stop may take")
+    role.add_argument("--stall", default="never", help="seconds, learned or never")
+    role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
+    role.add_argument("--notify-webhook-file", default="")
+    role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
+    role.add_argument("--need", action="append", default=[], help="a file or folder")
+    role.add_argument("--need-variable", action="append", default=[], help="secrets: A,B")
+    role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
 
 
-def _pod_options(given: argparse.Namespace, command: List[str]) -> pod.Options:
-    given.need = []
-    policy = _policy(given)
-    secrets = [name for word in given.secret for name in word.split(",")]
-    return pod.Options(
-        job=policy.job,
-        command=command,
-        nodes=given.nodes,
-        elastic=given.elastic,
-        replaces=given.replaced,
-        marks=given.mark_end,
-        join_timeout_s=given.join_timeout,
-        restarts=policy.restarts,
-        limits=policy.limits,
-        grace_s=policy.grace_s,
-        stall=policy.stall,
-        protect_children=policy.protect_children,
-        environ=dict(word.partition("=")[::2] for word in given.env),
-        receivers=policy.receivers._replace(secrets=secrets),
-        cgroups=given.cgroups,
+def _policy(given: argparse.Namespace) -> Policy:
+    secrets = [name for names in given.need_variable for name in names.split(",")]
+    secret_files = dict(word.partition("=")[::2] for word in given.secret_file)
+    return Policy(
+        job=given.job,
+        restarts=given.restarts,
+        limits=Limits(given.requeues, given.no_progress, given.preemptions),
+        grace_s=given.grace,
+        stall=given.stall,
+        protect_children=given.protect_children,
+        needs=given.need,
+        secrets=secrets,
+        secret_files=secret_files,
+        receivers=Receivers(
+            events=given.notify_on.split(",") if given.notify_on else (),
+            webhook=os.environ.pop("_notify_webhook", ""),
+            webhook_file=given.notify_webhook_file,
+            variable=given.notify_variable,
+            command=os.environ.pop("_notify_command", ""),
+            secrets=[*secrets, *secret_files],
+        ),
     )
 
 

@@ -12,10 +12,10 @@ import toolkit
 from tests.support.planned import job as job_of
 from tests.unit.supervisor.drawn_evidence import Given
 from toolkit.rendering.environment import our_environment, template_text
+from toolkit.supervisor import policy
 from toolkit.supervisor.evidence.first_error import Failure
 from toolkit.supervisor.evidence.outcome import read_outcome
 from toolkit.supervisor.policy import Limits, Made, Verdict, decide, judge
-from toolkit.supervisor.policy import count as count_of
 
 FAILURES = [
     Failure(kind, step, message)
@@ -158,7 +158,7 @@ def test_each_drawn_attempt_ends_as_before(tmp_path: Path, count: int, variant: 
         verdict = judge(given)
         step = given.outcome.step if given.outcome else ""
         attempts = [*before, Made(verdict.word, int(step) if step else None)]
-        follows = decide(verdict.word, count_of(attempts), limits, again="queued again")
+        follows = decide(verdict.word, policy.count(attempts), limits, again="queued again")
         assert [
             f"{verdict.word}: {verdict.why}",
             f"{follows.word}: {follows.text}" + "!" * follows.again,
