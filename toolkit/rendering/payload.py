@@ -90,7 +90,7 @@ def folded(text: str) -> str:
     """
 
     def comment(found: "re.Match[str]") -> str:
-        indent, name = re.fullmatch(r"([ ]*)(.*?):? ?", found["before"]).groups()  # type: ignore[union-attr]
+        indent, name = re.fullmatch(r"([ ]*)(?:# )?(.*?):? ?", found["before"]).groups()  # type: ignore[union-attr]
         size = len(found["base64"])
         return f"{indent}# {name}: {size:,} characters of base64, which only a file or a pipe gets"
 
