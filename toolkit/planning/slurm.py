@@ -141,6 +141,17 @@ class SlurmPlan(plans.LaunchPlan):
         return self.image is not None and self.image.startswith("localhost/")
 
     @property
+    def supervisor(self) -> str | None:
+        """The file with the supervisor; None where it is carried, or installed with the toolkit."""
+        place = self.profile.supervisor
+        return place if place.startswith("/") else None
+
+    @property
+    def carries_supervisor(self) -> bool:
+        """Whether the script carries the supervisor."""
+        return self.profile.supervisor == "carried"
+
+    @property
     def venv(self) -> str | None:
         """The virtual environment that has torch."""
         return None if self.profile.venv is None else self.profile.below(self.profile.venv)

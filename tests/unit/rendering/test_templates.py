@@ -74,8 +74,8 @@ def test_the_example_of_the_page_extends_the_script(tmp_path: Path) -> None:
         "+for folder in /data/digits '/data/it'\"'\"'s here'; do",
         '+  srun --export=ALL --ntasks-per-node=1 rsync -a "$folder" /local/',
         "+done",
-        '-exec "${_supervisor[@]}" --signals="$_signals" -- \\',
-        '+"${_supervisor[@]}" --signals="$_signals" -- \\',
+        '-exec "${_batch[@]}" --signals="$_signals" -- \\',
+        '+"${_batch[@]}" --signals="$_signals" -- \\',
         "-    -m train",
         "+    -m train &",
         "+",
@@ -109,7 +109,7 @@ def test_an_example_is_the_same_where_templates_see_plain_data(
     job, named, *changes = EXAMPLES[example]
     profile = toolkit.load_profile(str(ROOT / named))
     spec = toolkit.load(ROOT / job, changes)
-    if isinstance(profile, toolkit.KubernetesProfile):
+    if "supervisor" in type(profile).model_fields:
         profile = profile.model_copy(update={"supervisor": "installed"})
     template = toolkit.plan(spec, profile).template
     path = tmp_path / template

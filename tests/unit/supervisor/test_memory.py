@@ -59,7 +59,7 @@ def test_ranks_are_found_below_torchrun_with_the_processes_that_they_start() -> 
             assert (found[rank].number, found[rank].restart) == ("3", 2)
             assert peak_kb(rank) > 100
         finally:
-            for pid in (helper, rank):
+            for pid in (rank, helper):
                 os.kill(pid, 9)
     assert list(ranks_below([torchrun.pid])) == []
     assert peak_kb(torchrun.pid) == 0
