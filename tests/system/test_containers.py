@@ -181,7 +181,7 @@ def test_podman_has_mounts_variables_and_secrets_and_cancel_writes_a_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.slurm
-@pytest.mark.parametrize("end", ["scancel", "walltime", "podman is killed"])
+@pytest.mark.parametrize("end", ["scancel", "walltime", "podman run", "supervisor node"])
 def test_a_container_that_ignores_every_signal_ends_with_its_job(
     image: None,
     containers: Containers,
@@ -200,7 +200,7 @@ def test_a_container_that_ignores_every_signal_ends_with_its_job(
         containers.cluster.end_in(10, run.job_id)
     else:
         for entry in json.loads(containers.cluster("ps", "--json")):
-            if entry["command"].startswith("podman run"):
+            if end in entry["command"] and "srun" not in entry["command"]:
                 os.kill(entry["pid"], signal.SIGKILL)
     assert run.wait(180).state is not toolkit.RunState.SUCCEEDED
     nothing_left()
@@ -321,10 +321,11 @@ def test_apptainer_is_told_mounts_image_and_names_and_the_job_trains(
         assert words[: words.index("torchrun")][:14] == [
             *("exec", "--cleanenv", "--no-home", "--nv"),
             *("--bind", "/usr/share/zoneinfo:/data:ro"),
-            *("--bind", f"{run.run_dir}:{run.run_dir}"),
-            *("--pwd", "/workspace", "--writable-tmpfs", str(sif), "env"),
-            f"TRAIN_RUN_DIR={run.run_dir}",
+            *("--bind", f"{run.run_dir}:{run.run_dir}", "--bind", words[9]),
+            *("--pwd", "/workspace", "--writable-tmpfs", str(sif)),
         ]
+        assert re.fullmatch(r"(/tmp/supervisor\.\w+):\1", words[9])
+        assert words[14] == "env"
         assert "pa55" not in "".join(words)
 
 
@@ -348,7 +349,7 @@ def test_pyxis_is_told_mounts_image_and_names_and_the_job_trains(
     )
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     words = (record / "srun").read_text().splitlines()
-    assert words[: words.index("bash")] == [
+    assert words[: words.index("python3")] == [
         *("--export=ALL", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"),
         "--container-image=registry.example.com#team/train:v2",
         "--no-container-mount-home",

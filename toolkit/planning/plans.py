@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # naming a profile must not import it
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -123,8 +123,7 @@ class LaunchPlan:
     @property
     def names_attempt(self) -> bool:
         """Whether an argument names the attempt, which is known only where it runs."""
-        words = (word for word in self.entry if isinstance(word, ArgumentWord))
-        return any(name == "TRAIN_ATTEMPT" for word in words for _, name in word.pieces())
+        return name_attempt(self.entry)
 
     @property
     def restarts_in_job(self) -> bool:
@@ -237,6 +236,12 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
         f"--rdzv-backend={'static' if static else 'c10d'}",
         *carried_options(job),
     )
+
+
+def name_attempt(words: Iterable[str]) -> bool:
+    """Whether any of a command's words names the attempt."""
+    named = (word for word in words if isinstance(word, ArgumentWord))
+    return any(name == "TRAIN_ATTEMPT" for word in named for _, name in word.pieces())
 
 
 def carried_options(job: JobSpec) -> tuple[str, ...]:

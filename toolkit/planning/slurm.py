@@ -119,6 +119,12 @@ class SlurmPlan(plans.LaunchPlan):
         return replace(self, chain=True)
 
     @property
+    def names_attempt(self) -> bool:
+        """Whether an argument names the attempt, of any point."""
+        words = (word for point in self.points for word in point.args)
+        return super().names_attempt or plans.name_attempt(words)
+
+    @property
     def unrequested(self) -> tuple[str, ...]:
         """The endings of SLURM_… for options that srun inherits and this job does not set."""
         options = {name for name, _ in self.sbatch}
@@ -135,6 +141,17 @@ class SlurmPlan(plans.LaunchPlan):
         return self.image is not None and self.image.startswith("localhost/")
 
     @property
+    def supervisor(self) -> str | None:
+        """The file with the supervisor; None where it is carried, or installed with the toolkit."""
+        place = self.profile.supervisor
+        return place if place.startswith("/") else None
+
+    @property
+    def carries_supervisor(self) -> bool:
+        """Whether the script carries the supervisor."""
+        return self.profile.supervisor == "carried"
+
+    @property
     def venv(self) -> str | None:
         """The virtual environment that has torch."""
         return None if self.profile.venv is None else self.profile.below(self.profile.venv)
@@ -148,14 +165,6 @@ class SlurmPlan(plans.LaunchPlan):
     def default_run_dir(self) -> str:
         """The path of new run directories, without the id of the job at its end."""
         return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
-
-    @property
-    def join_sbatch(self) -> tuple[tuple[str, str | None], ...]:
-        """Options of a job of one more node that joins an elastic run; it is never requeued."""
-        own = {"job-name": f"{self.job.name}-join", "nodes": "1"}
-        left_out = ("no-kill", "requeue", "signal", "output", "dependency", "array")
-        options = ((name, value) for name, value in self.sbatch if name not in left_out)
-        return (*((name, own.get(name, value)) for name, value in options), ("no-requeue", None))
 
 
 def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:

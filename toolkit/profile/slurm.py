@@ -117,6 +117,11 @@ class SlurmProfile(SiteProfile):
     """The virtual environment to activate; a relative path is below the submit folder, or below
     `remote_dir`."""
 
+    supervisor: types.SupervisorPlace = "carried"
+    """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in
+    the script, `installed` with the toolkit in the venv or image, or the path of its file on a
+    shared file system. It needs Python 3.6, in containers 3.8."""
+
     @property
     def host(self) -> str:
         """The login node as ssh knows it; empty without `via`."""

@@ -90,7 +90,9 @@ def folded(text: str) -> str:
     """
 
     def comment(found: "re.Match[str]") -> str:
-        indent, name = re.fullmatch(r"([ ]*)(.*?):? ?", found["before"]).groups()  # type: ignore[union-attr]
+        before = found["before"]
+        indent = " " * (len(before) - len(before.lstrip(" ")))
+        name = before.strip(" #:") or "the supervisor"
         size = len(found["base64"])
         return f"{indent}# {name}: {size:,} characters of base64, which only a file or a pipe gets"
 

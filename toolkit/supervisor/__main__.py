@@ -3,11 +3,13 @@
 import argparse
 import os
 import sys
-from typing import Any, Dict, List, Optional
+from typing import List, Optional
 
-from . import local, pod
+from . import batch, local, node, pod
+from .containers import NOT_STARTED, Container
 from .notify import Receivers
 from .policy import Limits
+from .supervised import Policy
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -18,11 +20,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     roles.required = True
     _add_local(roles.add_parser("local", help="one attempt on this machine"))
     _add_pod(roles.add_parser("pod", help="the first process of a pod"))
+    _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
+    _add_node(roles.add_parser("node", help="one node of a Slurm step"))
     end = words.index("--") if "--" in words else len(words)
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
-    if not command:
+    if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
-    return {"local": _local, "pod": _pod}[given.role](given, command)
+    play = {"local": _local, "pod": _pod, "batch": _batch, "node": _node}[given.role]
+    return play(given, command)
 
 
 # ---- local
@@ -34,7 +39,6 @@ def _add_local(role: argparse.ArgumentParser) -> None:
     role.add_argument("--devices", action="append", default=[], help="the GPUs of a node: 0,1")
     role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
     role.add_argument("--static", action="store_true", help="the rendezvous is static")
-    role.add_argument("--need", action="append", default=[], help="a folder that must exist")
     _add_policy(role)
 
 
@@ -48,10 +52,7 @@ def _local(given: argparse.Namespace, command: List[str]) -> int:
             devices=given.devices or [""],
             ports=(int(first), int(count)),
             static=given.static,
-            needs=given.need,
-            secrets=_names(given.secret),
-            secret_files=dict(word.partition("=")[::2] for word in given.secret_file),
-            **_policy(given),
+            policy=_policy(given),
         )
     )
 
@@ -62,9 +63,7 @@ def _local(given: argparse.Namespace, command: List[str]) -> int:
 def _add_pod(role: argparse.ArgumentParser) -> None:
     role.add_argument("--nodes", type=int, default=1, help="pods of the run, one torchrun each")
     role.add_argument("--elastic", action="store_true", help="fewer pods may do")
-    role.add_argument(
-        "--join-timeout", type=int, default=0, help="seconds until all pods are there"
-    )
+    role.add_argument("--join-timeout", type=int, default=0, help="seconds, until all are there")
     role.add_argument("--replaced", action="store_true", help="Kubernetes replaces failed pods")
     role.add_argument("--mark-end", action="store_true", help="tell other pods of a final failure")
     role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
@@ -76,6 +75,7 @@ def _pod(given: argparse.Namespace, command: List[str]) -> int:
     return pod.main(
         pod.Options(
             command=command,
+            policy=_policy(given),
             nodes=given.nodes,
             elastic=given.elastic,
             replaces=given.replaced,
@@ -83,9 +83,105 @@ def _pod(given: argparse.Namespace, command: List[str]) -> int:
             join_timeout_s=given.join_timeout,
             cgroups=given.cgroups,
             environ=dict(word.partition("=")[::2] for word in given.env),
-            **_policy(given),
         )
     )
+
+
+# ---- batch
+
+
+def _add_batch(role: argparse.ArgumentParser) -> None:
+    """Add what the program on Slurm's batch host is told."""
+    role.add_argument("run_dir")
+    role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain", "join"])
+    role.add_argument("join", nargs="*", help="ATTEMPT ENDPOINT JOB_ID of the run to join")
+    role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
+    role.add_argument("--min-nodes", type=int, default=0, help="of an elastic job")
+    role.add_argument("--max-nodes", type=int, default=0, help="of an elastic job")
+    role.add_argument("--point", default="", help="of a sweep, its name")
+    role.add_argument("--takes-turns", action="store_true", help="jobs may continue it in turn")
+    role.add_argument("--need-program", action="append", default=[], help="one of NAME,NAME")
+    role.add_argument("--need-image", default="", help="a file")
+    role.add_argument("--signals", default="", help="that came before: USR1 USR2 TERM")
+    role.add_argument("--refuse", default="", help="why the job has ended before torchrun began")
+    role.add_argument("--script", default="", help="of an elastic job: who joins it runs that, too")
+    _add_policy(role)
+
+
+def _batch(given: argparse.Namespace, command: List[str]) -> int:
+    first, _, count = given.ports.partition("+")
+    return batch.main(
+        batch.Options(
+            run_dir=given.run_dir,
+            mode=given.mode,
+            command=command,
+            ports=(int(first), int(count)),
+            policy=_policy(given),
+            fewest=given.min_nodes,
+            most=given.max_nodes,
+            point=given.point,
+            takes_turns=given.takes_turns,
+            programs=given.need_program,
+            early=given.signals.split(),
+            image=given.need_image,
+            refuse=given.refuse,
+            script=given.script,
+            join=given.join,
+        )
+    )
+
+
+# ---- node
+
+
+def _add_node(role: argparse.ArgumentParser) -> None:
+    """Add what a node of a Slurm step is told."""
+    role.add_argument("logs", help="the attempt's folder")
+    role.add_argument("--variable", action="append", default=[], help="NAME=VALUE, for the ranks")
+    role.add_argument("--static", action="store_true", help="the rendezvous is static")
+    role.add_argument("--join-timeout", type=int, default=600, help="seconds, of the rendezvous")
+    role.add_argument("--stall", default="never", help="seconds, learned or never")
+    role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--elastic", action="store_true", help="the others go on without this node")
+    role.add_argument("--joins", action="store_true", help="a job of its own that joins a run")
+    role.add_argument("--restarts", type=int, default=0, help="of torchrun on this node alone")
+    role.add_argument("--runtime", default="bare", choices=["bare", *NOT_STARTED])
+    role.add_argument("--image", default="")
+    role.add_argument("--name", default="torchrun", help="the container's, and a number")
+    role.add_argument("--mount", action="append", default=[], help="SOURCE:TARGET[:ro]")
+    role.add_argument("--workdir", default="", help="in the container")
+    role.add_argument("--gpus", action="store_true", help="the container sees the step's")
+    role.add_argument("--shm", default="0", help="size of /dev/shm for podman")
+    role.add_argument("--container-option", action="append", default=[], help="of the runtime")
+    role.add_argument("--pass-variable", action="append", default=[], help="to the container")
+
+
+def _node(given: argparse.Namespace, command: List[str]) -> int:
+    container = Container(
+        runtime=given.runtime,
+        image=given.image,
+        name=given.name,
+        mounts=given.mount,
+        workdir=given.workdir,
+        gpus=given.gpus,
+        shm=given.shm,
+        options=given.container_option,
+        secrets=given.pass_variable,
+    )
+    options = node.Options(
+        logs=given.logs,
+        command=command,
+        variables=given.variable,
+        static=given.static,
+        join_timeout_s=given.join_timeout,
+        stall=given.stall,
+        protect_children=given.protect_children,
+        elastic=given.elastic,
+        joins=given.joins,
+        restarts=given.restarts,
+        container=None if given.runtime == "bare" else container,
+    )
+    return node.main(options)
 
 
 # ---- What all roles have in common
@@ -108,34 +204,33 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
     role.add_argument("--notify-webhook-file", default="")
     role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
-    role.add_argument("--secret", action="append", default=[], help="variables with secrets: A,B")
+    role.add_argument("--need", action="append", default=[], help="a file or folder")
+    role.add_argument("--need-variable", action="append", default=[], help="secrets: A,B")
     role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
 
 
-def _names(words: List[str]) -> List[str]:
-    return [name for word in words for name in word.split(",")]
-
-
-def _policy(given: argparse.Namespace) -> Dict[str, Any]:
-    return {
-        "job": given.job,
-        "restarts": given.restarts,
-        "limits": Limits(given.requeues, given.no_progress, given.preemptions),
-        "grace_s": given.grace,
-        "stall": given.stall,
-        "protect_children": given.protect_children,
-        "receivers": Receivers(
+def _policy(given: argparse.Namespace) -> Policy:
+    secrets = [name for names in given.need_variable for name in names.split(",")]
+    secret_files = dict(word.partition("=")[::2] for word in given.secret_file)
+    return Policy(
+        job=given.job,
+        restarts=given.restarts,
+        limits=Limits(given.requeues, given.no_progress, given.preemptions),
+        grace_s=given.grace,
+        stall=given.stall,
+        protect_children=given.protect_children,
+        needs=given.need,
+        secrets=secrets,
+        secret_files=secret_files,
+        receivers=Receivers(
             events=given.notify_on.split(",") if given.notify_on else (),
             webhook=os.environ.pop("_notify_webhook", ""),
             webhook_file=given.notify_webhook_file,
             variable=given.notify_variable,
             command=os.environ.pop("_notify_command", ""),
-            secrets=[
-                *_names(given.secret),
-                *(word.partition("=")[0] for word in given.secret_file),
-            ],
+            secrets=[*secrets, *secret_files],
         ),
-    }
+    )
 
 
 if __name__ == "__main__":

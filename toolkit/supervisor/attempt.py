@@ -3,6 +3,7 @@
 Files and words: docs/reference/run-directory.md.
 """
 
+import contextlib
 import os
 import re
 from typing import List, Optional
@@ -32,6 +33,11 @@ class Attempt:
         """Write a line into a file of this attempt."""
         with open(self.path(name), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text + "\n")
+
+    def note(self, name: str, text: str) -> None:
+        """Write a line into a file of this attempt, if that is possible: the disk may be full."""
+        with contextlib.suppress(OSError):
+            self.write(name, text)
 
     def made(self, word: str, step: Optional[int]) -> List[Made]:
         """Return what all attempts since `since` have come to, this one with word and step."""

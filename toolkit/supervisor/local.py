@@ -12,20 +12,16 @@ import signal
 import socket
 import sys
 import time
-from types import MappingProxyType
-from typing import List, Mapping, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
-from .attempt import Attempt, Refused, folder_of, open_attempt, with_number
-from .evidence.files import open_regular, read
-from .evidence.first_error import Attempt as Starts
-from .evidence.first_error import Failure, from_line, last_failure
+from .attempt import Attempt, Refused, open_attempt, with_number
+from .evidence.files import read
 from .evidence.outcome import read_outcome
-from .evidence.repeats import RepeatedStarts, failed_as_before
 from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, report_lines
-from .notify import Event, Notifier, Receivers
-from .policy import NO_PROGRESS_STATUS, Evidence, Limits, Verdict, count, decide, judge
+from .policy import NO_PROGRESS_STATUS, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
+from .supervised import Policy, Supervised, lacks
 from .watchdog_files import write_watchdog
 
 AGAIN = "started again"
@@ -39,7 +35,6 @@ _KILLED = frozenset((134, 135, 137, 139))
 class Options(NamedTuple):
     """What the command line says."""
 
-    job: str
     run_dir: str
     mode: str
     command: Sequence[str]
@@ -50,19 +45,7 @@ class Options(NamedTuple):
     """The first port that the rendezvous may use, and how many."""
     static: bool
     """Whether the rendezvous is static: torchrun takes the node's number."""
-    needs: Sequence[str]
-    """Folders that must exist."""
-    restarts: int
-    limits: Limits
-    grace_s: int
-    stall: str
-    """Seconds without a step, or `learned`, after which ranks hang; `never`."""
-    protect_children: bool
-    receivers: Receivers
-    secrets: Sequence[str] = ()
-    """Variables that must be set."""
-    secret_files: Mapping[str, str] = MappingProxyType({})
-    """Files with the values of variables."""
+    policy: Policy
 
 
 def main(options: Options) -> int:
@@ -73,7 +56,7 @@ def main(options: Options) -> int:
     try:
         attempt = open_attempt(options.run_dir, options.mode)
     except Refused as refused:
-        print(f"{options.job}: {refused}", file=sys.stderr)
+        print(f"{options.policy.job}: {refused}", file=sys.stderr)
         return 1
     status = 1
     try:
@@ -83,16 +66,14 @@ def main(options: Options) -> int:
     return status
 
 
-class LocalAttempt(Evidence):
+class LocalAttempt(Supervised):
     """An attempt on this machine, and the evidence that it leaves."""
 
     def __init__(self, options: Options, attempt: Attempt, signals: Signals, parent: int) -> None:
-        self.options, self.attempt, self.signals, self.parent = options, attempt, signals, parent
-        self.children = Children(options.grace_s + STOP_MARGIN_S)
-        self.notifier = Notifier(options.receivers, options.job, options.run_dir)
-        self.compares = bool(options.restarts or options.limits.requeue)
-        self.repeats = RepeatedStarts(self._torchruns, self._starts)
-        self._reports: Optional[List[str]] = None
+        super().__init__(options.policy, attempt)
+        self.options, self.signals, self.parent = options, signals, parent
+        self.children = Children(options.policy.grace_s + STOP_MARGIN_S)
+        self._at_end: Optional[Sequence[str]] = None
 
     # ---- The attempt
 
@@ -104,50 +85,39 @@ class LocalAttempt(Evidence):
         self._start()
         while self.children.look():
             self._heed_signals()
-            if self.options.restarts > 1 and not self.stopping:
-                failure = self.repeats.look(all_ended=False)
+            if self.policy.restarts > 1 and not self.stopping:
+                failure = self.repetitions.in_job(all_ended=False)
                 if failure is not None:  # torchrun would start the workers again
                     self.attempt.write("repeated", failure.line())
                     self.children.status = self.children.status or 1
                     self._stop("repeated")
-            self._tell_stalls()
+            self.tell_stalls()
             self.signals.wait(0.2)
         self._heed_signals()
         return self._conclude(self.children.status)
 
     def _obstacle(self) -> str:
-        for folder in self.options.needs:
-            if not os.path.exists(folder):
-                return f"the folder of a mount is missing: {folder}"
-        for name in self.options.secrets:
-            if not os.environ.get(name):
-                return f"{name}: is a secret of this job; export it first"
-        for name, path in self.options.secret_files.items():
-            try:
-                os.environ[name] = secret_in(path)
-            except ValueError as error:
-                return f"secret {name}: {error}"
-        if shutil.which(self.options.command[0]) is None:
-            return "torchrun is not in PATH; activate the environment that has torch"
-        return ""
+        missing = shutil.which(self.options.command[0]) is None
+        what = "torchrun is not in PATH; activate the environment that has torch"
+        return lacks(self.policy) or (what if missing else "")
 
     def _refuse(self, why: str) -> int:
-        print(f"{self.options.job}: {why}", file=sys.stderr)
+        print(f"{self.policy.job}: {why}", file=sys.stderr)
         self.attempt.write("reason", f"fatal: {why}")
-        self._tell("end", "fatal", f"ended: fatal: {why}", tries=3)
+        self.tell("end", "fatal", f"ended: fatal: {why}", tries=3)
         return 1
 
     def _start(self) -> None:
-        options, attempt = self.options, self.attempt
+        options, policy, attempt = self.options, self.policy, self.attempt
         prefix: List[str] = []
-        if options.stall != "never" or options.protect_children:
+        if policy.stall != "never" or policy.protect_children:
             start = write_watchdog(
                 attempt.path("watchdog"),
-                watches=options.stall != "never",
+                watches=policy.stall != "never",
                 reads_steps="TRAIN_LOG_PATTERN" in os.environ,
-                children=options.protect_children,
+                children=policy.protect_children,
             )
-            prefix = ["sh", start, options.stall]
+            prefix = ["sh", start, policy.stall]
         environ = {
             **os.environ,
             "TRAIN_RUN_DIR": options.run_dir,
@@ -191,13 +161,13 @@ class LocalAttempt(Evidence):
         if outcome.attempt == str(self.attempt.number):
             self.outcome = outcome
         verdict = judge(self)
-        self._write_reason(verdict, "deciding")
+        self.write_reason(verdict, "deciding")
         step = self.outcome.step if self.outcome else ""
         if self.outcome is not None:
             self.attempt.write("step", step)
         made = self.attempt.made(verdict.word, int(step) if step.isdigit() else None)
         counts = count(made, self.attempt.best_before())
-        decision = decide(verdict.word, counts, self.options.limits, again=AGAIN)
+        decision = decide(verdict.word, counts, self.policy.limits, again=AGAIN)
         if decision.again:
             self.attempt.write("start_again", "")
         if decision.word == "done":
@@ -207,36 +177,16 @@ class LocalAttempt(Evidence):
         else:
             status = status or 1
         verdict = verdict._replace(word=decision.word)
-        text = self._write_reason(verdict, decision.text)
+        text = self.write_reason(verdict, decision.text)
         if decision.word != "done" and sys.stderr.isatty():
-            about = f"{self.options.job}: attempt {self.attempt.number} ended: {text}"
+            about = f"{self.policy.job}: attempt {self.attempt.number} ended: {text}"
             print(about, file=sys.stderr)
-        self._tell_stalls()
+        self.tell_stalls()
         if decision.word == "done":
             text += after_restarts(self.options.run_dir, self.attempt.number, self._logs())
         tries = 1 if decision.again or self.stopping else 3  # little time is left after a stop
-        self._tell("requeue" if decision.again else "end", verdict.word, f"ended: {text}", tries)
+        self.tell("requeue" if decision.again else "end", verdict.word, f"ended: {text}", tries)
         return status
-
-    def _write_reason(self, verdict: Verdict, decision: str) -> str:
-        why = f"{verdict.why}; " if verdict.why else ""
-        text = f"{verdict.word}: {why}{decision}"
-        self.attempt.write("reason", text)
-        return text
-
-    def _tell(self, event: str, word: str, text: str, tries: int) -> None:
-        claim = self.attempt.path("notified")
-        self.notifier.tell(claim, Event(event, word, text, self.attempt.number, tries))
-
-    def _tell_stalls(self) -> None:
-        """Send what the watchdog has named: a file with one sentence for each stall."""
-        if "stall" not in self.options.receivers.events:
-            return
-        for path in sorted(glob.glob(glob.escape(self.attempt.path("watchdog")) + "/stall-[0-9]*")):
-            claim = self.attempt.path("notified-" + path.rpartition("-")[2])
-            text = read(path, 4096).strip()
-            event = Event("stall", "", f"stalls: {text}", self.attempt.number, tries=1)
-            self.notifier.tell(claim, event)
 
     # ---- Evidence
 
@@ -247,15 +197,19 @@ class LocalAttempt(Evidence):
         """Whether torchrun has started ranks."""
         return bool(glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/attempt_*"))
 
-    def repeated(self) -> Optional[Failure]:
-        """How two starts by one torchrun failed alike, if it was stopped for that."""
-        return from_line(read(self.attempt.path("repeated"), 4096))
+    def reports(self) -> Sequence[str]:
+        """Return the lines of torchrun's reports."""
+        return report_lines(self._logs())
+
+    def hosts(self) -> List[str]:
+        """Return the name of this machine."""
+        return [socket.gethostname()]
 
     def exited_with(self, status: int) -> bool:
         """Whether a worker has ended with this exit status, by torchrun's report."""
-        if self._reports is None:
-            self._reports = report_lines(self._logs())
-        return has_exitcode(self._reports, status)
+        if self._at_end is None:
+            self._at_end = self.reports()
+        return has_exitcode(self._at_end, status)
 
     def stopped(self) -> Optional[Verdict]:
         """Who has ended the attempt; the process that keeps the run notes when its time is over."""
@@ -270,49 +224,6 @@ class LocalAttempt(Evidence):
     def torchrun_was_killed(self) -> Optional[str]:
         """Where torchrun was killed, if that was the first failure."""
         return "this machine" if self.status in _KILLED else None
-
-    def _starts(self) -> Starts:
-        reports = report_lines(self._logs())
-        nodes = [socket.gethostname()]
-        return Starts(self.options.run_dir, self.attempt.number, nodes, reports)
-
-    def raised(self) -> Optional[Failure]:
-        """The first error of the last start."""
-        return last_failure(self._starts(), self.attempt.logs) if self.compares else None
-
-    def failed_before(self) -> Optional[Failure]:
-        """The failure of this start, if an earlier start, of any attempt, failed alike."""
-        now = self.raised()
-        if now is not None:
-            self.attempt.write("first_error", now.line())
-        if not self.compares:
-            return None
-        numbers = range(self.attempt.number - 1, self.attempt.since - 1, -1)
-        earlier = (folder_of(self.options.run_dir, number) + "/first_error" for number in numbers)
-        return self.repeats.look(all_ended=True) or failed_as_before(now, earlier)
-
-    def _torchruns(self) -> List[str]:
-        """Return the folders of all torchruns."""
-        return glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")
-
-
-def secret_in(path: str) -> str:
-    """Return the value in a file, without line breaks at its end.
-
-    Raises:
-        ValueError: it cannot be read, others may read it, or it is empty.
-    """
-    try:
-        with open_regular(os.path.expanduser(path)) as file:
-            mode, value = os.fstat(file.fileno()).st_mode, file.read(1 << 20)
-    except OSError:
-        raise ValueError(f"cannot read {path}") from None
-    if mode & 0o077:
-        raise ValueError(f"others may read {path}; chmod 600 it")
-    value = value.rstrip(b"\n")
-    if not value:
-        raise ValueError(f"{path} is empty")
-    return value.decode("utf-8", "surrogateescape")
 
 
 def free_port(first: int, count: int) -> int:

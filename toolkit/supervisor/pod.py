@@ -22,17 +22,17 @@ from .evidence.files import last_lines, open_regular, read
 from .evidence.outcome import read_outcome
 from .evidence.restarts import after_restarts
 from .first_pod import Deserted, FirstPod, at_address, own_address
-from .notify import Event, Notifier, Receivers
+from .notify import Event, Notifier
 from .pod_folder import PodFolder, say
 from .policy import (
     NO_PROGRESS_STATUS,
-    Limits,
     Verdict,
     decide,
     judge,
     limit_reached,
 )
 from .process import Children, Signals
+from .supervised import Policy
 from .watchdog_files import write_watchdog
 
 DONE, FINAL, AGAIN = 0, 42, 138
@@ -46,15 +46,13 @@ STOP_MARGIN_S = 10
 STORAGE_TRIES = 12
 """How often, five seconds apart, the run directory is tried: storage may be away for a moment."""
 
-CGROUPS = "/sys/fs/cgroup"
-
 
 class Options(NamedTuple):
     """What the command line says."""
 
-    job: str
     command: Sequence[str]
     """torchrun and its arguments."""
+    policy: Policy
     nodes: int = 1
     elastic: bool = False
     replaces: bool = False
@@ -63,15 +61,8 @@ class Options(NamedTuple):
     """Whether a pod that has failed for good tells the others by a mark in the run directory."""
     join_timeout_s: int = 0
     """How long pods wait for each other at the first one; 0 where an operator says where."""
-    restarts: int = 0
-    limits: Limits = Limits()
-    grace_s: int = 60
-    stall: str = "never"
-    """Seconds without a step, or `learned`, after which ranks hang; `never`."""
-    protect_children: bool = False
     environ: Mapping[str, str] = MappingProxyType({})
     """Variables of the ranks whose names an operator keeps for itself."""
-    receivers: Receivers = Receivers()
     cgroups: str = "/sys/fs/cgroup"
     """Where the container's cgroup is mounted."""
 
@@ -101,12 +92,12 @@ class PodStart(PodFolder):
     """One start of a pod's container."""
 
     def __init__(self, options: Options, signals: Signals) -> None:
-        compares = bool(options.restarts or options.limits.requeue)
+        compares = bool(options.policy.restarts or options.policy.limits.requeue)
         super().__init__(compares=compares, cgroups=options.cgroups)
         self.options, self.signals = options, signals
         self.submission = os.environ.get("TRAIN_START", "")
-        self.children = Children(options.grace_s + STOP_MARGIN_S)
-        self.notifier = Notifier(options.receivers, options.job, self.run_dir)
+        self.children = Children(options.policy.grace_s + STOP_MARGIN_S)
+        self.notifier = Notifier(options.policy.receivers, options.policy.job, self.run_dir)
         self.first = FirstPod(options.command)
         self.is_host = os.environ.get("JOB_COMPLETION_INDEX", "0") == "0"
         self.meets_others = options.join_timeout_s > 0 and options.nodes > 1
@@ -209,7 +200,7 @@ class PodStart(PodFolder):
             self.append("failed", "ended without a word")
         if not os.path.exists(self.file("steps")):  # where the submission began
             self.append("steps", read_outcome(self.run_dir).step or "0")
-        reached = limit_reached(self.counts(), options.limits)
+        reached = limit_reached(self.counts(), options.policy.limits)
         if reached is not None:
             self._refuse(reached.text, reached.word)
         if os.path.exists(self.shared("no_progress")):
@@ -218,7 +209,7 @@ class PodStart(PodFolder):
         for name in ("ended", "deserted", "repeated"):
             with contextlib.suppress(OSError):
                 os.remove(self.file(name))
-        if options.limits.requeue:
+        if options.policy.limits.requeue:
             self._keep_the_last_error(started_before)
         self.start = str(uuid.uuid4())
         try:
@@ -278,7 +269,7 @@ class PodStart(PodFolder):
             self.children.status = 127 if isinstance(error, FileNotFoundError) else 126
             return
         if self.meets_others and not self.is_host:
-            pid, limit_s = self.children.running[0].pid, options.grace_s + 30
+            pid, limit_s = self.children.running[0].pid, options.policy.grace_s + 30
             self.deserted = Deserted(self.first, pid, self.torchrun_log(), limit_s)
 
     def _meeting_address(self) -> str:
@@ -289,20 +280,20 @@ class PodStart(PodFolder):
     def _preparation(self) -> List[str]:
         """Return what starts torchrun with the watchdog; nothing if it cannot be written."""
         options = self.options
-        if options.stall == "never" and not options.protect_children:
+        if options.policy.stall == "never" and not options.policy.protect_children:
             return []
         try:
             program = write_watchdog(
                 self.file("watchdog"),
-                watches=options.stall != "never",
+                watches=options.policy.stall != "never",
                 reads_steps="TRAIN_LOG_PATTERN" in os.environ,
-                children=options.protect_children,
+                children=options.policy.protect_children,
                 tells_trainer="KUBEFLOW_TRAINER_SERVER_URL" in os.environ,
             )
         except OSError as error:
             say(f"goes on without the watchdog: {error}")
             return []
-        return ["sh", program, options.stall]
+        return ["sh", program, options.policy.stall]
 
     # ---- While torchrun runs
 
@@ -332,16 +323,16 @@ class PodStart(PodFolder):
 
     def _is_hopeless(self) -> bool:
         """Whether torchrun has started the ranks again, to end alike."""
-        if not self.options.restarts:
+        if not self.options.policy.restarts:
             return False
         if self.out_of_memory() is not None and any(
             re.search("attempt_[1-9]", path) for path in self.newer(self.own, "*/attempt_*")
         ):
             return True
-        if self.options.restarts < 2:
+        if self.options.policy.restarts < 2:
             return False
         if not os.path.exists(self.file("repeated")):
-            failure = self.repeats.look(all_ended=False)
+            failure = self.repetitions.in_job(all_ended=False)
             if failure is None:
                 return False
             self.write("repeated", failure.line())
@@ -381,7 +372,7 @@ class PodStart(PodFolder):
 
     def _tell_stalls(self) -> None:
         """Send what the watchdog has named: a file with one sentence for each stall."""
-        if "stall" not in self.options.receivers.events:
+        if "stall" not in self.options.policy.receivers.events:
             return
         for path in sorted(glob.glob(glob.escape(self.logs) + "/watchdog/stall-[0-9]*")):
             text = read(path, 4096).strip()
@@ -424,7 +415,7 @@ class PodStart(PodFolder):
         if verdict.word == "retryable":
             self.append("failed", str(status))
         again = "started again"
-        decision = decide(verdict.word, self.counts(), self.options.limits, again=again)
+        decision = decide(verdict.word, self.counts(), self.options.policy.limits, again=again)
         verdict = verdict._replace(word=decision.word)
         if decision.again:
             self._end(AGAIN, verdict, decision.text)
@@ -456,7 +447,7 @@ class PodStart(PodFolder):
 
     def _await_others(self) -> None:
         """Wait until the other pods have ended: the operator deletes those that still run."""
-        end = time.monotonic() + self.options.grace_s + 20
+        end = time.monotonic() + self.options.policy.grace_s + 20
         while time.monotonic() < end and not self.stopping:
             if len(glob.glob(glob.escape(self.logs) + "/*/ended")) >= self.options.nodes:
                 return

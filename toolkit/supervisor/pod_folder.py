@@ -10,7 +10,7 @@ from typing import List, Optional
 from .evidence.files import read
 from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, from_line, last_failure
-from .evidence.repeats import RepeatedStarts, failed_as_before
+from .evidence.repeated import Repetitions, earlier_alike
 from .evidence.torchrun_report import exitcode_logged
 from .policy import Counts, Evidence, Verdict
 
@@ -33,7 +33,7 @@ class PodFolder(Evidence):
         self.compares = compares
         """Whether the failures of two starts are compared."""
         self._cgroups = cgroups
-        self.repeats = RepeatedStarts(self._torchruns, self._starts)
+        self.repetitions = Repetitions(self._starts, self._torchruns)
 
     def counts(self) -> Counts:
         """Return what this pod's starts since the submission have come to."""
@@ -95,7 +95,8 @@ class PodFolder(Evidence):
             return None
         numbers = reversed(range(self.earlier_starts))
         earlier = (self.file(f"first_error-{number}") for number in numbers)
-        return self.repeats.look(all_ended=True) or failed_as_before(now, earlier)
+        twice = self.repetitions.in_job(all_ended=True)
+        return twice or (now if now and earlier_alike(now, earlier) else None)
 
     def _starts(self) -> Starts:
         code = exitcode_logged(self.torchrun_log())

@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, Cluster, Until
 from tests.support.asked_slurm import CONFIG
-from tests.support.ending_job import Job
+from tests.support.ending_batch import Job
 from tests.support.slurm_site import Site, failure, output
 from tests.system.chaos.frame import TASK, Trial
 from toolkit.job.spec import Dependency, parse_dependency
@@ -172,10 +172,10 @@ def test_a_chain_without_progress_ends_whoever_made_the_attempts(
     since: int, status: int, tmp_path: Path
 ) -> None:
     """As after four jobs that ran out of time at one step, each the first attempt of its job."""
-    job = Job(tmp_path, attempt=4, limit=0, chain=True)
+    job = Job(tmp_path, attempt=4, since=since, limit=0, mode="chain")
     for attempt in range(4):
         job.had(attempt, "walltime", step=57)
-    assert job.run(f"_mode=chain _restarts=0 _since={since}; complete_previous_attempt") == status
+    assert job.complete_previous() == status
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_a_chain_goes_on_over_a_real_time_limit_and_ends_done(
     ids=["by hand", "no chain", "not the last", "the last"],
 )
 def test_a_job_of_a_chain_says_what_follows(tmp_path: Path, jobs: str, decision: str) -> None:
-    job = Job(tmp_path, limit=0, chain=True)
+    job = Job(tmp_path, limit=0)
     (job.run_dir / "jobs.jsonl").write_text(f"{jobs}\n")
     assert job.conclude(1, stopping="walltime") == 1
     assert job.reason == f"walltime: out of time; {decision}"

@@ -85,7 +85,7 @@ def test_a_killed_torchrun_starts_again_and_its_workers_do_not_outlive_it(
         return {
             process["pid"]
             for process in trains
-            if ("torchrun" in process["command"]) is agents and "node.sh" not in process["command"]
+            if ("torchrun" in process["command"]) is agents and " node " not in process["command"]
         }
 
     before = workers()

@@ -263,20 +263,6 @@ def test_a_range_of_nodes_is_left_to_torchrun_and_to_the_scheduler() -> None:
     assert len(plan(spec, LocalProfile(name="l")).visible_devices) == 4
 
 
-def test_who_joins_asks_for_one_node_and_never_comes_again() -> None:
-    spec = job(resources=RANGE | {"gpus_per_node": 8}, retries={"in_job": 3, "requeue": 2})
-    made = plan(spec, SlurmProfile(name="s", partition="gpu", gpu_type="h100"))
-    assert made.join_sbatch == (
-        ("job-name", "digits-join"),
-        ("nodes", "1"),
-        ("cpus-per-task", "1"),
-        ("gpus-per-node", "h100:8"),
-        ("partition", "gpu"),
-        ("open-mode", "append"),
-        ("no-requeue", None),
-    )
-
-
 def test_the_same_few_and_many_are_a_plain_number() -> None:
     spec = job(resources={"nnodes": {"min": 3, "max": 3}})
     assert plan(spec, site("slurm")).torchrun[0] == "--nnodes=3"

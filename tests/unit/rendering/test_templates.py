@@ -67,13 +67,22 @@ def test_the_example_of_the_page_extends_the_script(tmp_path: Path) -> None:
     plain = rendered(profile.model_copy(update={"templates_dir": None})).splitlines()
     lines = rendered(profile).splitlines()
     changes = difflib.unified_diff(plain, lines, n=0, lineterm="")
-    assert [line for line in changes if not line.startswith(("---", "+++", "@@"))] == [
+    changed = [line for line in changes if not line.startswith(("--- ", "+++ ", "@@ "))]
+    assert [line for line in changed if "_pid" not in line] == [
         "+#SBATCH --comment='probe by site'",
         "+# ---- Data on the node's own disk",
         "+for folder in /data/digits '/data/it'\"'\"'s here'; do",
         '+  srun --export=ALL --ntasks-per-node=1 rsync -a "$folder" /local/',
         "+done",
+        '-exec "${_batch[@]}" --signals="$_signals" -- \\',
+        '+"${_batch[@]}" --signals="$_signals" -- \\',
+        "-    -m train",
+        "+    -m train &",
+        "+",
+        "+# ---- After the attempt: a signal to this script is for the supervisor, too",
+        "+trap - EXIT",
         '+[ "$_status" -ne 0 ] || cp -r "$_run_dir/checkpoints" /archive',
+        '+exit "$_status"',
     ]
     subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
 
@@ -100,7 +109,7 @@ def test_an_example_is_the_same_where_templates_see_plain_data(
     job, named, *changes = EXAMPLES[example]
     profile = toolkit.load_profile(str(ROOT / named))
     spec = toolkit.load(ROOT / job, changes)
-    if isinstance(profile, toolkit.KubernetesProfile):
+    if "supervisor" in type(profile).model_fields:
         profile = profile.model_copy(update={"supervisor": "installed"})
     template = toolkit.plan(spec, profile).template
     path = tmp_path / template

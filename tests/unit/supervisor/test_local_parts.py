@@ -13,10 +13,11 @@ from toolkit.supervisor.attempt import Refused, open_attempt
 from toolkit.supervisor.evidence.files import last_lines, read
 from toolkit.supervisor.evidence.restarts import after_restarts
 from toolkit.supervisor.evidence.torchrun_report import has_exitcode, report_lines
-from toolkit.supervisor.local import free_port, secret_in, visible_devices
+from toolkit.supervisor.local import free_port, visible_devices
 from toolkit.supervisor.notify import MOST_TEXT, masked, printable
 from toolkit.supervisor.policy import Made
 from toolkit.supervisor.process import Children, status_of
+from toolkit.supervisor.supervised import secret_in
 
 
 def test_attempts_are_numbered_and_an_earlier_run_is_never_overwritten(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ SUPERVISOR = ROOT / "toolkit/supervisor"
 @pytest.mark.parametrize(
     ("oldest", "files"),
     [
-        ("3.6", [*SUPERVISOR.glob("*.py"), *SUPERVISOR.glob("evidence/*.py")]),
+        ("3.6", [*SUPERVISOR.glob("*.py"), *SUPERVISOR.glob("[es]*/*.py")]),
         ("3.8", [*SUPERVISOR.glob("watchdog/*.py")]),
     ],
     ids=["3.6", "3.8"],

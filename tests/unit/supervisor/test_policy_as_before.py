@@ -1,5 +1,6 @@
-"""The supervisor decides as the scripts' shell does, until that is gone."""
+"""The supervisor decides as the shell of pods does, until that is gone."""
 
+import functools
 import random
 import shlex
 import subprocess
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ending_job
+import toolkit
+from tests.support.planned import job as job_of
 from tests.unit.supervisor.drawn_evidence import Given
+from toolkit.rendering.environment import our_environment, template_text
 from toolkit.supervisor import policy
 from toolkit.supervisor.evidence.first_error import Failure
 from toolkit.supervisor.evidence.outcome import read_outcome
@@ -39,8 +42,25 @@ repeated_in_job() { return 1; }
 first_error() { cat >/dev/null; printf '%s' "$S_ERROR"; [ -z "$S_ERROR" ] || echo; }
 earlier_error() { same_failure "$S_EARLIER" "$1" && _earlier=$S_EARLIER || _earlier=''; }
 chain_goes_on() { true; }
+outcome_is_current() { [ "`outcome attempt`" = "$_attempt" ]; }
+attempt_failed() {
+  case `sed 's/:.*//' "$1/reason" 2>/dev/null`:`cat "$1/step" 2>/dev/null` in
+    retryable:* | node_failure:* | lost:* | walltime:) ;;
+    *) return 1 ;;
+  esac
+}
 _again="queued again" _since=0 _twice='' _queued=''
 """
+
+
+@functools.cache
+def functions(requeue: int, preemptions: int | None, chain: bool) -> str:
+    """Return the shell of the retry policy."""
+    retries = {"requeue": requeue, "in_job": 2, "preemptions": preemptions}
+    plan = toolkit.plan(job_of(retries=retries), toolkit.SlurmProfile(name="s"))
+    plan = plan.in_turns() if chain else plan
+    policy = our_environment().get_template("common/retry_policy.sh.j2").render(plan=plan)
+    return policy + "\n" + template_text("common/first_error.sh")
 
 
 def draw(dice: random.Random, run_dir: Path) -> tuple[str, Given, list[Made]]:
@@ -121,7 +141,7 @@ echo "$_word: $_decision$_follows"
 @pytest.mark.parametrize("variant", range(len(VARIANTS)), ids=map(str, VARIANTS))
 def test_each_drawn_attempt_ends_as_before(tmp_path: Path, count: int, variant: int) -> None:
     requeue, preemptions, chain = VARIANTS[variant]
-    shell = [ending_job.functions(requeue, preemptions, chain, "{}"), STUBS]
+    shell = [functions(requeue, preemptions, chain), STUBS]
     cases = []
     for number in range(count):
         run_dir = tmp_path / f"{number}"

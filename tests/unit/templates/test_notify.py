@@ -4,7 +4,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,16 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
-from tests.support.ending_job import Job
+from tests.support.ending_batch import Job
 from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
 from tests.unit.templates.test_entrypoint import AGAIN, DONE, FINAL, Pod
+from toolkit.supervisor.notify import Receivers
 
 EVERYTHING = ["end", "failure", "requeue", "stall"]
 STALLS = 'mkdir -p "$watchdog"; echo "no step for 8 s: rank 1 hangs" >"$watchdog/stall-1"; '
 """What the watchdog does when it names a stall."""
 
-WITHOUT_CURL = 'command() { [ "$2" != curl ] && builtin command "$@"; }\n'
 HOSTILE = '"; touch pwned; $(touch pwned) `touch pwned` \\ \n é'
 
 
@@ -33,17 +33,15 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, receiver: Receiver) -> Job:
-    return of(tmp_path, receiver, {"webhook": "$HOOK", "events": EVERYTHING})
+def job(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setenv("HOOK", receiver.url)
+    return of(tmp_path, EVERYTHING, variable="HOOK", secrets=["HOOK"])
 
 
-def of(folder: Path, receiver: Receiver, notify: dict[str, Any], **keys: Any) -> Job:
-    made = Job(folder, notify=notify, **keys)
-    made.environ["HOOK"] = receiver.url
-    return made
+def of(folder: Path, events: Sequence[str] = ("end", "failure"), **receivers: Any) -> Job:
+    return Job(folder, receivers=Receivers(events=events, **receivers))
 
 
-@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
 @pytest.mark.parametrize(
     ("outcome", "status", "event", "failed", "text"),
     [
@@ -61,11 +59,10 @@ def test_the_end_of_an_attempt_is_told_once(
     event: str,
     failed: bool,
     text: str,
-    prelude: str,
 ) -> None:
     job.told(status=outcome, attempt=0, step=50, rank=1 if status else None, reason='it "said" so')
     for _ in range(2):
-        job.run(f"{prelude}conclude {status}")
+        job.conclude(status)
     ((path, told),) = receiver.posts
     assert path == "/hooks/s3cret"
     assert (told["event"], told["failed"], told["attempt"]) == (event, failed, 0)
@@ -90,29 +87,30 @@ def test_the_end_of_an_attempt_is_told_once(
 def test_only_the_events_that_were_asked_for_are_told(
     on: list[str], outcome: str, events: list[str], tmp_path: Path, receiver: Receiver
 ) -> None:
-    job = of(tmp_path, receiver, {"webhook": "$HOOK", "events": on})
+    job = of(tmp_path, on, webhook=receiver.url)
     job.told(status=outcome, attempt=0, step=5, rank=None, reason="so")
     job.conclude(0 if outcome == "done" else 1)
     assert receiver.events == events
 
 
-@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
-def test_a_receiver_that_is_busy_is_asked_again(job: Job, receiver: Receiver, prelude: str) -> None:
+def test_a_receiver_that_is_busy_is_asked_again(job: Job, receiver: Receiver) -> None:
     receiver.answers = [503, 429]
-    assert job.run(f"{prelude}conclude 2") == 2
+    assert job.conclude(2) == 2
     assert receiver.events == ["end"] * 3
     assert "has failed" not in job.log.read_text()
 
 
-@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
 @pytest.mark.parametrize("answers", [[404], [503] * 3, [0] * 3, None], ids=str)
 def test_a_receiver_that_fails_changes_nothing(
-    answers: list[int] | None, job: Job, receiver: Receiver, prelude: str
+    answers: list[int] | None,
+    job: Job,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if answers is None:
-        job.environ["HOOK"] = f"http://127.0.0.1:{free_port()}/"
+        monkeypatch.setenv("HOOK", f"http://127.0.0.1:{free_port()}/s3cret")
     receiver.answers = list(answers or [])
-    assert job.run(f"{prelude}conclude 2") == 2
+    assert job.conclude(2) == 2
     assert job.reason == "fatal: exit status 2: another start would end like this one; " + (
         "not queued again"
     )
@@ -120,40 +118,25 @@ def test_a_receiver_that_fails_changes_nothing(
     assert "s3cret" not in job.log.read_text()
 
 
-@pytest.mark.parametrize("prelude", ["", WITHOUT_CURL], ids=["curl", "python"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_a_redirect_is_a_failure_and_is_not_followed(
-    status: int, job: Job, receiver: Receiver, prelude: str
+    status: int, job: Job, receiver: Receiver
 ) -> None:
     with receiving() as other:
         receiver.answers, receiver.location = [status], other.url
-        assert job.run(f"{prelude}conclude 2") == 2
+        assert job.conclude(2) == 2
         assert (len(receiver.posts), other.posts, other.others) == (1, [], [])
-    said = (
-        f"it answers {status}, a redirect, which is not followed; set the address it redirects to"
-    )
+    said = f"127.0.0.1 answers {status}, a redirect, which is not followed; "
+    said += "set the address it redirects to"
     assert f"digits: the webhook of 'notify' has failed: {said}\n" in job.log.read_text()
     assert "s3cret" not in job.log.read_text()
-
-
-def test_the_address_is_on_no_command_line(job: Job, tmp_path: Path) -> None:
-    curl = tmp_path / "bin/curl"
-    curl.write_text('#!/bin/sh\necho "$*" >"$CALLS.argv"\ncat >"$CALLS.config"\n')
-    curl.chmod(0o755)
-    job.environ["HOOK"] = 'http://h/"s3cret\\\noutput = /etc/pwned'
-    assert job.conclude(2) == 2
-    assert "s3cret" not in (tmp_path / "calls.argv").read_text()
-    url, data, *more = (tmp_path / "calls.config").read_text().splitlines()
-    assert url == r'url = "http://h/\"s3cret\\?output = /etc/pwned"'
-    assert data.startswith(r'data-binary = "{\"event\": \"end\"')
-    assert more == []
 
 
 def test_a_command_gets_the_event_and_executes_nothing_of_it(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     command = f'cat >{tmp_path}/told; printf %s "$NOTIFY_TEXT" >{tmp_path}/text; exit 3'
-    job = of(tmp_path, receiver, {"command": command})
+    job = of(tmp_path, command=command)
     job.told(status="fatal", attempt=0, step=5, rank=1, reason=HOSTILE)
     assert job.conclude(1) == 1
     told = json.loads((tmp_path / "told").read_text())
@@ -168,7 +151,7 @@ def test_the_file_with_the_address_is_read_when_it_is_needed(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     file = tmp_path / "hook of me"
-    job = of(tmp_path, receiver, {"webhook_file": str(file)})
+    job = of(tmp_path, webhook_file=str(file))
     assert job.conclude(2) == 2
     assert "the webhook of 'notify' has failed" in job.log.read_text()
     file.write_text(receiver.url + "\n")
@@ -180,11 +163,12 @@ def test_the_file_with_the_address_is_read_when_it_is_needed(
 def test_an_attempt_that_was_killed_before_it_could_tell_is_told_by_the_next(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    job = of(tmp_path, receiver, {"webhook": "$HOOK", "events": EVERYTHING}, attempt=1)
+    job = of(tmp_path, EVERYTHING, webhook=receiver.url)
+    job.attempt = 1
     job.had(0, "retryable", step=3)
     (job.folder(0) / "log").write_text("0 /dev/null\n")
     for _ in range(2):
-        job.run("complete_previous_attempt")
+        job.complete_previous()
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"], told["attempt"]) == ("requeue", True, 0)
     assert told["text"].endswith("attempt 0 ended: retryable: so")
@@ -210,7 +194,8 @@ def test_a_run_that_has_succeeded_after_restarts_says_so(job: Job, receiver: Rec
 def test_a_run_that_has_succeeded_after_attempts_and_restarts_says_so(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    job = of(tmp_path, receiver, {"webhook": "$HOOK"}, attempt=2)
+    job = of(tmp_path, webhook=receiver.url)
+    job.attempt = 2
     for attempt in range(3):
         (job.folder(attempt) / "node-0/7_x/attempt_0").mkdir(parents=True)
     (job.folder(1) / "node-0/7_x/attempt_1").mkdir()
@@ -233,34 +218,33 @@ def test_an_attempt_that_another_has_taken_over_tells_no_end(job: Job, receiver:
 
 
 def test_a_requeue_that_slurm_refuses_is_the_end_after_all(job: Job, receiver: Receiver) -> None:
-    job.environ["REFUSES"] = "yes"
+    job.cluster.refuses = True
     job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
     job.conclude(1)
     assert receiver.events == ["end"]
     assert "scontrol could not queue it again" in receiver.posts[-1][1]["text"]
 
 
+def taken_over(job: Job) -> None:
+    job.folder(1)
+
+
 def test_an_attempt_that_is_superseded_while_it_requeues_tells_no_end(
     job: Job, receiver: Receiver
 ) -> None:
     """The cable of its node was cut: scontrol does not answer, and Slurm has started the job."""
-    job.environ["AWAY"] = "9"
+    job.cluster.away = 9
+    job.cluster.hook = lambda command: None if "requeue" not in command else taken_over(job)
     job.told(status="retryable", attempt=0, step=5, rank=0, reason="so")
-    job.run(f"conclude 1 & until [ -e {job.calls} ] && grep -q requeue {job.calls}; do :; done; "
-            f"mkdir {job.run_dir}/logs/attempt-1; wait $!")  # fmt: skip
+    job.conclude(1)
     assert (job.run_dir / "logs/attempt-1").exists()
     assert receiver.events == []
 
 
-def test_a_signal_that_comes_while_it_tells_changes_no_end(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    command = 'kill -TERM "$PPID" $(cat "$FOLDER/pid"); sleep 0.5'
-    job = of(tmp_path, receiver, {"command": command})
-    job.environ["FOLDER"] = str(tmp_path)
+def test_a_signal_that_comes_while_it_tells_changes_no_end(tmp_path: Path) -> None:
+    job = of(tmp_path, command=f"kill -TERM {os.getpid()}; kill -USR2 {os.getpid()}")
     job.told(status="fatal", attempt=0, step=5, rank=0, reason="so")
-    traps = 'trap finish EXIT; trap stopped_by_slurm TERM; echo "$$" >"$FOLDER/pid"; '
-    assert job.run(f"{traps}conclude 3") == 3
+    assert job.conclude(3) == 3
     assert job.reason == "fatal: rank 0: so; not queued again"
 
 
@@ -278,22 +262,13 @@ def test_a_receiver_that_asks_for_hours_does_not_get_them(
 ) -> None:
     """curl obeys Retry-After, and its --max-time does not count that."""
     receiver.answers, receiver.retry_after = [429] * 3, 3600
-    assert job.run("conclude 2") == 2
+    assert job.conclude(2) == 2
     assert "the webhook of 'notify' has failed" in job.log.read_text()
 
 
-def test_a_secret_in_a_file_is_read_where_it_is_not_exported_yet(
-    tmp_path: Path, receiver: Receiver
-) -> None:
-    (tmp_path / "hook").write_text(receiver.url)
-    notify = {"webhook": "$HOOK", "events": EVERYTHING}
-    job = Job(tmp_path, notify=notify, secrets={"HOOK": {"file": str(tmp_path / "hook")}})
-    assert job.conclude(2) == 2
-    assert receiver.events == ["end"]
-
-
 def test_what_keeps_an_attempt_from_starting_is_told(job: Job, receiver: Receiver) -> None:
-    job.run('fail "no image"')
+    with job.batch() as batch:
+        assert batch.refuse("no image") == 1
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"]) == ("end", True)
     assert told["text"].endswith("attempt 0 ended: fatal: no image")
@@ -316,12 +291,18 @@ def test_a_job_without_restarts_tells_its_end(
     assert subprocess.run(argv, env=environ, cwd=tmp_path, check=False).returncode == status
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"]) == ("end", bool(status))
-    assert f"run: attempt 0 ended with exit status {status}" in told["text"]
+    assert told["text"].startswith("run: attempt 0 ended: ")
 
 
 def test_each_stall_is_told_once_and_is_no_failure(job: Job, receiver: Receiver) -> None:
-    again = 'tell_stalls; tell_stalls; cp "$watchdog/stall-1" "$watchdog/stall-2"; conclude 0'
-    job.run(f"watchdog=$_logs/watchdog; {STALLS}{again}")
+    watchdog = job.folder(0) / "watchdog"
+    watchdog.mkdir()
+    with job.batch() as batch:
+        (watchdog / "stall-1").write_text("no step for 8 s: rank 1 hangs\n")
+        batch.tell_stalls()
+        batch.tell_stalls()
+        (watchdog / "stall-2").write_text("no step for 8 s: rank 1 hangs\n")
+        batch.conclude(0)
     assert receiver.events == ["stall", "stall", "end"]
     (_, first), *_ = receiver.posts
     assert first["failed"] is False
@@ -504,9 +485,9 @@ def test_who_is_told_by_the_job_counts_before_the_profile() -> None:
     job = toolkit.JobSpec.model_validate({"name": "n", "module": "train", "notify": ours})
     profile = toolkit.SlurmProfile.model_validate({"name": "s", "notify": theirs})
     script = toolkit.render(toolkit.plan(job, profile))
-    assert ("sh -c ours" in script, "sh -c theirs" in script) == (True, False)
+    assert ("_notify_command=ours" in script, "_notify_command=theirs" in script) == (True, False)
     plain = toolkit.JobSpec.model_validate({"name": "n", "module": "train"})
-    assert "sh -c theirs" in toolkit.render(toolkit.plan(plain, profile))
+    assert "_notify_command=theirs" in toolkit.render(toolkit.plan(plain, profile))
     silent = toolkit.render(toolkit.plan(plain, toolkit.SlurmProfile(name="s")))
     assert "notify" not in silent
 

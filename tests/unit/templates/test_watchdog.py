@@ -4,9 +4,11 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -654,6 +656,44 @@ def test_a_rank_that_forks_lives_on_and_answers(watchdog: ModuleType, site: Path
     assert (found["threads"], found["collectives"]) == ([], None)
     assert process.communicate("\n", timeout=60) == ("", "")
     assert process.returncode == 0
+
+
+def test_a_folder_that_all_nodes_share_is_listed_only_after_a_change(
+    watchdog: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may know whole seconds: what comes at the time of another change is seen."""
+    logs, now = tmp_path / "logs/attempt-0", [100.0]
+    one = watchdog.Watchdog(tmp_path, logs, None, select.poll())
+    listed: list[Path] = []
+    real = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def ask(name: str) -> None:
+        (logs / "watchdog" / name).touch()
+        os.utime(logs / "watchdog", (5, 5))
+
+    ask("ask-1")
+    assert one.new_files() == ["ask-1"]
+    ask("end-2.json")
+    ask("answer-1-n1-7.json")
+    ask("end-3.json.77")
+    now[0] += 2
+    assert one.new_files() == ["end-2.json"]
+    count = len(listed)
+    for _ in range(30):
+        now[0] += 4
+        assert one.new_files() == []
+    assert len(listed) == count
+    (logs / "watchdog/ask-4").touch()
+    assert one.new_files() == ["ask-4"]
+    shutil.rmtree(tmp_path)
+    assert one.new_files() == []
 
 
 def test_after_a_suspension_the_limit_begins_anew(

@@ -53,6 +53,14 @@ class BatchScript:
     site: Site
 
     @cached_property
+    def supervised(self) -> bool:
+        """Whether the toolkit's supervisor starts the step.
+
+        It tells the ranks where they meet, and passes signals on as srun takes them.
+        """
+        return re.search(r"^_supervisor=\(", self.text, re.MULTILINE) is not None
+
+    @cached_property
     def options(self) -> dict[str, Option]:
         """What sbatch takes from the script, by long names; the last of two wins."""
         return {

@@ -37,12 +37,16 @@ def restarts_by_torchrun(run_dir: str) -> int:
     return sum(count - 1 for count in starts.values())
 
 
-def last_cause(logs: Iterable[str]) -> str:
-    """Return how the last rank failed after which torchrun has started all again."""
+def last_cause(logs: Iterable[str], begin: int = 0) -> str:
+    """Return how the last rank failed after which torchrun has started all again.
+
+    `begin`: the byte at which a log begins to count.
+    """
     newest = b""
     for path in logs:
         try:
             with open_regular(path) as file:
+                file.seek(begin)
                 for line in iter(lambda: file.readline(TAIL_BYTES), b""):
                     if _FAILED.search(line):
                         newest = max(newest, line)
@@ -61,14 +65,15 @@ def last_cause(logs: Iterable[str]) -> str:
     return f"local rank {rank}: killed by {name}"
 
 
-def after_restarts(run_dir: str, attempt: int, logs: Iterable[str]) -> str:
+def after_restarts(run_dir: str, attempt: int, logs: Iterable[str], begin: int = 0) -> str:
     """Return how often the ranks of a run that has succeeded were started again, and why."""
     count = restarts_by_torchrun(run_dir) + attempt
     if not count:
         return ""
-    cause = last_cause(logs)
+    cause = last_cause(logs, begin)
     if not cause and attempt:
         reason = read(os.path.join(run_dir, "logs", f"attempt-{attempt - 1}", "reason"), 4096)
-        cause = reason.partition("\n")[0].rpartition("; ")[0]
+        reason = reason.rstrip("\n")
+        cause = reason.rpartition("; ")[0] or reason
     times = "1 restart" if count == 1 else f"{count} restarts" + (", the last" if cause else "")
     return f", after {times}" + (f": {cause}" if cause else "")

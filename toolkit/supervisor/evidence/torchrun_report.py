@@ -5,7 +5,9 @@ from typing import Iterable, List
 
 from .files import TAIL_BYTES, last_lines, open_regular
 
-_LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
+LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
+"""Of a report, as far as it counts."""
+
 _MOST_LINES = 30000
 """Of reports: those of some thousand ranks."""
 
@@ -17,7 +19,7 @@ def report_lines(paths: Iterable[str]) -> List[str]:
         try:
             with open_regular(path) as file:
                 for line in iter(lambda: file.readline(TAIL_BYTES), b""):
-                    if _LINE.match(line) and len(found) < _MOST_LINES:
+                    if LINE.match(line) and len(found) < _MOST_LINES:
                         found.append(line.decode("latin-1").rstrip("\r\n"))
         except OSError:
             continue

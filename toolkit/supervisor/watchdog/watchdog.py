@@ -62,6 +62,9 @@ SUSPENDED_S = 5.0
 ANSWERS_S = 40.0
 """How long other nodes may take to answer: by default, NFS shows a new file after up to 30 s."""
 
+SAME_TIME_S = 3.0
+"""How long two changes of a folder may have one time: some file systems know whole seconds."""
+
 STRAGGLERS_S = 30.0
 """How often the ranks are compared; of more than 480 ranks, every world size / 16 seconds."""
 
@@ -95,6 +98,9 @@ UNSEEN_S = 60.0
 """How long a rank may take, at least, until its Python has started."""
 
 MOST_BYTES = 1 << 24
+
+EXCHANGED = re.compile(r"ask-.*|end-.*\.json", re.DOTALL)
+"""Names of questions, and of orders to end ranks."""
 
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
@@ -609,6 +615,7 @@ class Watchdog:
         self.kills = limit_s is not None
         # What is there was asked before: in pods, a new rank may have the pid of an old one.
         self.done = {path.name for path in self.exchange.iterdir()}
+        self.changed_ns, self.changed = 0, 0.0  # the exchange's time, and when it was seen first
         self.began: float | None = time.monotonic()  # None once there are ranks
         self.parent = parent
         self.unseen: set[int] = set()  # children of torchrun while no rank has left a file
@@ -643,11 +650,23 @@ class Watchdog:
         """Return the ranks that run on this node, by their number."""
         return sorted(filter(is_alive, self.newest_ranks()), key=lambda rank: int(rank["rank"]))
 
-    def new_files(self, pattern: str) -> list[str]:
-        """Return the names of files in the exchange that match and were not seen before."""
-        names = {path.name for path in self.exchange.glob(pattern)} - self.done
-        self.done |= names
-        return sorted(names)
+    def new_files(self) -> list[str]:
+        """Return the names of questions and orders in the exchange that were not seen before.
+
+        All nodes share that folder: it is listed only after a change.
+        """
+        now = time.monotonic()
+        try:
+            changed_ns = self.exchange.stat().st_mtime_ns
+            if changed_ns != self.changed_ns:
+                self.changed_ns, self.changed = changed_ns, now
+            elif now - self.changed > SAME_TIME_S:
+                return []
+            found = set(filter(EXCHANGED.fullmatch, os.listdir(self.exchange))) - self.done
+        except OSError:  # the run directory was removed
+            return []
+        self.done |= found
+        return sorted(found)
 
     def answer(self, name: str) -> None:
         """Write down what this node's ranks are doing."""
@@ -828,10 +847,11 @@ class Watchdog:
 
     def look(self) -> None:
         """Do what there is to do now."""
-        for name in self.new_files("ask-*"):
-            self.answer(name[len("ask-") :])
-        for name in self.new_files("end-*.json"):
-            self.end(name)
+        for name in self.new_files():
+            if name.startswith("ask-"):
+                self.answer(name[len("ask-") :])
+            else:
+                self.end(name)
         now, ranks = time.monotonic(), self.ranks()
         if (
             now - self.looked > SUSPENDED_S

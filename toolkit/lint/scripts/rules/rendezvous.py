@@ -127,7 +127,7 @@ _TOLD_WHERE = ("torchrun", "accelerate launch", "tune run", "dlrover-run")
     "head=${hosts%%$'\\n'*}; fail where it is empty",
 )
 def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
-    if not script.several_nodes:
+    if not script.several_nodes or script.supervised:
         return
     lines: dict[int, str] = {}
     values: list[Argument] = []
@@ -213,7 +213,7 @@ def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
     fix='give torchrun --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
 )
 def _id(script: BatchScript) -> Iterator[Violation[int]]:
-    for run in script.walk.torchruns:
+    for run in [] if script.supervised else script.walk.torchruns:
         if _backend(script, run) != "c10d" or "standalone" in run.options:
             continue
         if run.launcher.name not in WITH_RDZV_ID:

@@ -97,7 +97,7 @@ def _orphans(script: BatchScript) -> Iterator[Violation[int]]:
 )
 def _blocked(script: BatchScript) -> Iterator[Violation[int]]:
     warning = _warning(script)
-    if warning is None or not warning[2] or not _traps(script, warning[1]):
+    if script.supervised or warning is None or not warning[2] or not _traps(script, warning[1]):
         return
     steps = [step for step in script.training if step.call.level == "batch"]
     if steps and not any(step.call.background for step in steps):
@@ -138,6 +138,8 @@ def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
     fix='pass USR1 on, which srun forwards: kill -USR1 "$step"; or scancel --signal=TERM JOB.STEP',
 )
 def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:
+    if script.supervised:
+        return
     steps = {step.call.order for step in script.walk.steps if step.call.background}
     started: dict[str, int] = {}
     background = [call.order for call in script.walk.calls if call.background]

@@ -1,14 +1,10 @@
-"""A batch script and its nodes: the first failure, the excluded nodes, the signalled nodes."""
+"""Nodes of a batch job: which has failed first, and which are excluded."""
 
-import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import toolkit
-from tests.support.ending_job import Job
+from tests.support.ending_batch import Job
 
 
 @pytest.fixture
@@ -32,23 +28,21 @@ def fail_on_n2(job: Job) -> str:
 def test_a_node_that_failed_first_twice_is_excluded(
     job: Job, excluded: str, all_of_them: str
 ) -> None:
-    job.environ["EXCLUDED"] = excluded
+    job.cluster.excluded = excluded
     assert fail_on_n2(job) == "; without n2, where two attempts have failed first"
     assert job.asked == ["requeue 7", f"update jobid=7 excnodelist={all_of_them}"]
 
 
 def test_what_a_site_prints_around_slurms_answers_is_no_node(job: Job) -> None:
-    job.environ |= {
-        "EXCLUDED": "n4",
-        "NOISE": "Welcome to site 7!\n12345\nn9 idle\n\x1b[1mloading cuda/12\x1b[0m\r",
-    }
+    job.cluster.excluded = "n4"
+    job.cluster.noise = "Welcome to site 7!\n12345\nn9 idle\n\x1b[1mloading cuda/12\x1b[0m\r"
     assert fail_on_n2(job) == "; without n2, where two attempts have failed first"
     assert job.asked == ["requeue 7", "update jobid=7 excnodelist=n4,n2"]
 
 
 @pytest.mark.parametrize("up", ["n1:mix n2:mix", "n1:mix n2:mix n3:idle* n4:drain"])
 def test_a_node_that_the_job_needs_is_not_excluded(job: Job, up: str) -> None:
-    job.environ["UP"] = up
+    job.cluster.up = up
     assert fail_on_n2(job) == (
         "; not without n2, where two attempts have failed first: too few nodes would be left"
     )
@@ -56,7 +50,7 @@ def test_a_node_that_the_job_needs_is_not_excluded(job: Job, up: str) -> None:
 
 
 def test_a_node_that_is_excluded_already_is_not_told_again(job: Job) -> None:
-    job.environ["EXCLUDED"] = "n2,n4"
+    job.cluster.excluded = "n2,n4"
     assert fail_on_n2(job) == ""
     assert job.asked == ["requeue 7"]
 
@@ -109,7 +103,7 @@ def test_a_node_is_the_same_with_and_without_its_domain(
 
 @pytest.mark.parametrize("noise", ["", "Welcome to site 7!"])
 def test_a_node_that_slurm_calls_down_is_the_failing_one(job: Job, noise: str) -> None:
-    job.environ |= {"DOWN": "n2", "RESTARTS": "1", "NOISE": noise}
+    job.cluster.down, job.cluster.restarts, job.cluster.noise = "n2", 1, noise
     (job.folder(0) / "failed-0").write_text("100.5\tn1\n")
     assert job.conclude(1, stopping="terminated") == 1
     assert job.reason == "node_failure: down: n2; queued again"
@@ -127,10 +121,10 @@ def test_the_next_attempt_says_what_became_of_a_lost_one(
     job: Job, down: str, reason: str, failing: str
 ) -> None:
     job.attempt = 1
-    job.environ["DOWN"] = down
+    job.cluster.down = down
     (job.folder(0) / "nodes").write_text("n1\nn2\n")
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
-    assert job.run("complete_previous_attempt") == 0
+    assert job.complete_previous() == 0
     before = job.folder(0)
     assert (before / "reason").read_text() == f"{reason}\n"
     assert (before / "failing_node").read_text() == f"{failing}\n"
@@ -151,7 +145,7 @@ def test_a_job_that_slurm_queued_again_beyond_its_limits_ends_at_its_start(
     job.attempt = failures
     for attempt in range(failures):
         job.had(attempt, "node_failure", step=step * (attempt + 1))
-    assert job.run("complete_previous_attempt") == status
+    assert job.complete_previous() == status
     assert not reason or job.reason == reason
 
 
@@ -184,38 +178,3 @@ def test_where_srun_names_no_node_it_is_one_whose_task_has_not_begun(job: Job) -
     job.conclude(233, printed=LAUNCH_FAILED.format(0, "n1"))
     assert job.reason.startswith("retryable: srun could not start on n2 (exit status 233); ")
     assert (job.folder(0) / "failing_node").read_text() == "n2\n"
-
-
-# ---- One node's part
-
-
-@pytest.mark.parametrize("nnodes", [2, {"min": 1, "max": 2}])
-@pytest.mark.parametrize("stopping", [True, False])
-def test_a_stop_that_came_before_a_node_could_hear_it_is_heard(
-    nnodes: Any, stopping: bool, tmp_path: Path
-) -> None:
-    """srun drops a signal that comes before its tasks have started; the mark in the file stays."""
-    job = toolkit.JobSpec.model_validate(
-        {
-            "name": "a",
-            "module": "m",
-            "resources": {"nnodes": nnodes},
-            "retries": {"in_job": 3},
-        }
-    )
-    script = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
-    text = script.partition("#==== node.sh\n")[2].partition("\n#==== ")[0]
-    (tmp_path / "node.sh").write_text(text)
-    if stopping:
-        (tmp_path / "stopping").write_text("cancelled\n")
-    names = ("SLURM_NODEID", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURMD_NODENAME")
-    done = subprocess.run(
-        ["bash", tmp_path / "node.sh", tmp_path, "touch", tmp_path / "trained"],
-        env={**os.environ, **dict.fromkeys(names, "0")},
-        check=False,
-    )
-    assert done.returncode == 0  # to srun no failed node, which would end the others
-    assert (tmp_path / "trained").exists() is not stopping
-    assert (tmp_path / "stopped-0").exists() is stopping
-    if stopping:
-        assert (tmp_path / "stopped-0").read_text() == "1\n"

@@ -1,17 +1,18 @@
-"""A failure that comes again: whether an attempt has ended as one before, and what follows."""
+"""A failure that comes again on Slurm: whether an attempt has ended as one before."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.support.ending_job import Job
+from tests.support.ending_batch import Job
+from toolkit.supervisor.evidence.first_error import Failure
 
 AGAIN = ["requeue 7"]
+
+
 END = "; another start would end like these two; not queued again"
+
 
 KILLED = """
 Root Cause (first observed failure):
@@ -55,7 +56,7 @@ def ends(job: Job, *, step: int | None = None, report: str = "", status: str = "
 
 def next_attempt(job: Job) -> None:
     job.attempt += 1
-    job.calls.write_text("")
+    job.asked.clear()
 
 
 def test_the_same_error_twice_at_one_step_is_fatal_and_says_so(job: Job) -> None:
@@ -201,7 +202,8 @@ def test_failures_of_an_earlier_job_in_the_directory_do_not_count(job: Job) -> N
     next_attempt(job)
     raised(job, "RuntimeError: bad")
     job.told(status="retryable", attempt=1, step=12, rank=0, reason="so")
-    assert job.run("_since=1; conclude 1") == 1
+    job.since = 1
+    assert job.conclude(1) == 1
     assert job.asked == AGAIN
 
 
@@ -232,27 +234,27 @@ def test_the_node_with_the_cause_is_named_and_not_the_first_that_has_lost_it(job
 
 
 def test_nodes_that_only_lose_another_one_are_stopped_later_than_the_cause_can_take(
-    job: Job,
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a network file system, the files of the node with the cause may be seen a minute later."""
+    now_s = 100.0
+    monkeypatch.setattr("toolkit.supervisor.evidence.repeated.time.monotonic", lambda: now_s)
     fails_in_two_starts(job, LOST, node=0)
-    clock = "date() { echo $_now_s; }; _all_ended=''; "
-    look = 'repeated "$_logs"/node-*/*'
-    too_early = f"{clock} _now_s=100; {look} && exit 3; _now_s=159; {look} && exit 4; "
-    assert job.run(f"{too_early} _now_s=160; {look}; echo $_twice") == 0
-    assert job.log.read_text().endswith("bare 12 ranks have lost another one\n")
-    fails_in_two_starts(job, "RuntimeError: bad", node=1)
-    assert job.run(f"{clock} _now_s=100; {look}; echo $_twice") == 0, "at once"
-    assert job.log.read_text().endswith("error 12 RuntimeError: bad\n")
+    with job.batch() as batch:
+        found = []
+        for now_s in (100.0, 159.0, 160.0):  # noqa: B007  # read by the clock
+            found.append(batch.repetitions.in_job(all_ended=False))
+        assert found == [None, None, Failure("bare", "12", "ranks have lost another one")]
+        now_s = 100.0
+        fails_in_two_starts(job, "RuntimeError: bad", node=1)
+        at_once = batch.repetitions.in_job(all_ended=False)
+        assert at_once == Failure("error", "12", "RuntimeError: bad")
 
 
 def test_what_was_stopped_for_its_repetition_is_fatal_whatever_it_says_then(job: Job) -> None:
     (job.folder(0) / "repeated").write_text("error\t12\tRuntimeError: bad\n")
     reason = ends(job, step=12, status="preempted")
     assert reason == f"fatal: the same failure twice at step 12: RuntimeError: bad{END}"
-
-
-# ---- A node's own failures
 
 
 def fails_on(job: Job, host: str, words: str) -> str:
@@ -268,7 +270,7 @@ CUDA = "RuntimeError: CUDA error: unspecified launch failure"
 
 def test_a_device_that_fails_twice_is_tried_without_its_node_once(job: Job) -> None:
     fails_on(job, "n2", CUDA)
-    job.calls.write_text("")
+    job.asked.clear()
     assert fails_on(job, "n2", CUDA) == (
         f"retryable: the same failure twice at step 12: {CUDA}; queued again; "
         "without n2, where two attempts have failed first"
@@ -288,7 +290,7 @@ def test_a_device_that_fails_twice_is_tried_without_its_node_once(job: Job) -> N
 def test_what_no_other_node_would_mend_is_fatal(
     job: Job, words: str, hosts: tuple[str, str], up: str
 ) -> None:
-    job.environ["UP"] = up
+    job.cluster.up = up
     reasons = [fails_on(job, host, words) for host in hosts]
     assert reasons[1] == f"fatal: the same failure twice at step 12: {words}{END}"
 
@@ -329,42 +331,6 @@ def test_a_rank_that_was_ended_for_a_stall_blames_its_node_only_if_it_differs(
         assert (job.folder(job.attempt) / "failing_node").exists() is blamed
         next_attempt(job)
     assert reason.startswith("fatal: the same failure twice: StallError: no step for * s: ")
-
-
-# ---- When words are the same
-
-
-AWKS = [name for name in ("mawk", "gawk", "busybox") if shutil.which(name)]
-
-
-@pytest.mark.parametrize("awk", AWKS)
-def test_what_differs_from_start_to_start_is_not_the_failure(awk: str, job: Job) -> None:
-    words = {
-        'at 0x7f01aB of "it"': 'at 0x* of "it"',
-        "pid 7, process 8: Thread-9": "pid *, process *: Thread-*",
-        "[10.0.0.1]:4711 and localhost:29500": "[*]:* and localhost:*",
-        "at 2026-11-22 10:11:12,55": "at * *",
-        "after 1800012ms of 30.5 s; 5 samples, 20 vs 16": "after * s of * s; 5 samples, 20 vs 16",
-        "/tmp/tmpab_1x/f of logs/attempt-3/node-1/7-0_zz/x": "/tmp/tmp*/f of logs/attempt-*",
-        "host n1, n2.site, n12": "host *, *.site, n12",
-        "cuda:3 of rank 2": "cuda:* of rank *",
-        "id 0a1b2c3d4e5f, words deadbeef 12345678": "id *, words deadbeef 12345678",
-        "C:\\n is no line": "C:\\n is no line",
-        "step 7 of 9": "step 7 of 9",
-    }
-    (job.folder(0) / "nodes").write_text("n1\nn2\n")
-    (job.run_dir / "bin/awk").symlink_to(shutil.which(awk) or "")
-    for start, text in enumerate(words):
-        raised(job, text, node=start)
-    files = " ".join(f'"$_logs/node-{start}"' for start in range(len(words)))
-    code = f"for one in {files}; do cp $_logs/nodes $one; first_error $one last </dev/null; done"
-    assert job.run(code) == 0
-    assert job.log.read_text().splitlines() == [f"error\t-\t{text}" for text in words.values()]
-
-
-def test_the_functions_are_sh() -> None:
-    script = ROOT / "templates/common/first_error.sh"
-    subprocess.run(["sh", "-n", script], check=True)
 
 
 def test_the_status_that_torchrun_observed_first_is_compared(job: Job) -> None:

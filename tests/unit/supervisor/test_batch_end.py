@@ -1,17 +1,15 @@
-"""What follows when an attempt ends: the functions of the batch script, run by bash."""
+"""What follows when an attempt on Slurm ends: the supervisor's decisions, and what it asks for."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-import toolkit
-from tests.fakes import fake_slurm
-from tests.support.ending_job import Job
+from tests.support.ending_batch import Job
 
 REPORT = "  exitcode  : {} (pid: 77)"
+
+
 AGAIN = ["requeue 7"]
 
 
@@ -201,13 +199,14 @@ def test_attempts_of_an_earlier_job_in_the_same_directory_do_not_count(job: Job)
     for attempt in range(5):
         job.had(attempt, "retryable", step=57)
     job.told(status="retryable", attempt=5, step=57, rank=0, reason="x")
-    assert job.run("_since=5; conclude 1") == 1
+    job.since = 5
+    assert job.conclude(1) == 1
     assert job.asked == AGAIN
 
 
 def test_preempted_before_it_began_is_no_attempt_without_progress(job: Job) -> None:
     job.attempt = 3
-    job.environ["RESTARTS"] = "4"
+    job.cluster.restarts = 4
     for attempt in range(3):
         job.had(attempt, "preempted")
     job.told(status="preempted", attempt=0, step=57, rank=None, reason="x")
@@ -226,181 +225,13 @@ def test_without_requeues_what_failed_in_the_job_is_not_queued_again(job: Job) -
     assert job.asked == []
 
 
-@pytest.mark.parametrize("requeue", [0, 1])
-@pytest.mark.parametrize(
-    ("secret", "reason"),
-    [("x", "done: all steps made\n"), ("", "fatal: ended before torchrun was started\n")],
-)
-def test_the_rendered_script_leaves_a_reason(
-    tmp_path: Path, secret: str, reason: str, requeue: int
-) -> None:
-    job = toolkit.JobSpec(
-        name="probe", module="train", secrets={"TOKEN": None}, retries={"requeue": requeue}
-    )
-    environ = {**fake_slurm.install(tmp_path, nodes=1), "TOKEN": secret}
-    script = tmp_path / "script.sh"
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    run_dir = tmp_path / "run"
-    argv = ["bash", str(script), str(run_dir)]
-    subprocess.run(argv, env=environ, capture_output=True, check=False)
-    assert (run_dir / "logs/attempt-0/reason").read_text() == reason
-
-
-@pytest.mark.parametrize("requeue", [0, 1])
-@pytest.mark.parametrize(
-    ("mode", "ended", "reason"),
-    [
-        ("", None, "cancelled: by toolkit cancel"),
-        ("continue", None, "done: all steps made"),
-        ("continue", 2.0, "done: all steps made"),
-        ("continue", 0.0, "cancelled: by toolkit cancel"),
-    ],
-)
-def test_a_cancel_whose_signal_came_too_early_is_known_by_its_mark(
-    tmp_path: Path, mode: str, ended: float | None, reason: str, requeue: int
-) -> None:
-    """Not by one that an earlier attempt has answered, whose end is `ended` here."""
-    script, run_dir = tmp_path / "script.sh", tmp_path / "run"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    attempt = 1 if mode == "continue" else 0
-    (run_dir / "logs").mkdir(parents=True)
-    if attempt:
-        (run_dir / "logs/attempt-0").mkdir()
-    (run_dir / "cancel_requested").touch()
-    os.utime(run_dir / "cancel_requested", (1.0, 1.0))
-    if ended is not None:
-        (run_dir / "logs/attempt-0/exit_status").touch()
-        os.utime(run_dir / "logs/attempt-0/exit_status", (ended, ended))
-    argv = ["bash", str(script), str(run_dir), mode]
-    environ = fake_slurm.install(tmp_path, nodes=1)
-    subprocess.run(argv, env=environ, capture_output=True, check=False)
-    assert (run_dir / f"logs/attempt-{attempt}/reason").read_text().startswith(reason)
-
-
-REQUEUES = """#!/bin/sh
-case "$*" in
-*"show job"*) echo "JobId=1234 JobState=RUNNING Restarts=0 " ;;
-requeue*) kill -TERM "$(cat "$PIDS")" ;;
-*) echo node1 ;;
-esac
+PROGRAM = """#!/bin/sh
+case "$*" in */attempt--1/reserve | *begin-nodes*) kill -TERM $PPID; {then} ;; *) {later} ;; esac
+exec /usr/bin/env -S PATH=/usr/bin:/bin {name} "$@"
 """
-
-DIES = """#!/bin/sh
-echo $PPID >"$PIDS"
-kill -TERM $PPID $$
-"""
-
-
-def test_the_signal_of_its_own_requeue_does_not_change_why_a_script_has_ended(
-    tmp_path: Path,
-) -> None:
-    """scancel --full ends the script's child processes, too, and so the script."""
-    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
-    environ["PIDS"] = str(tmp_path / "pids")
-    (tmp_path / "bin/scontrol").write_text(REQUEUES)
-    dies = tmp_path / "bin/stop-here"
-    dies.write_text(DIES)
-    dies.chmod(0o755)
-    script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
-    profile = toolkit.SlurmProfile(name="s", prolog=("stop-here",))
-    script.write_text(toolkit.render(toolkit.plan(job, profile)))
-    with (tmp_path / "job.log").open("a") as log:
-        argv = ["bash", str(script), str(run_dir)]
-        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
-    assert (run_dir / "logs/attempt-0/reason").read_text() == f"{BY_SIGNAL}\n"
-
-
-@pytest.mark.parametrize(
-    ("marked", "before", "reason"),
-    [
-        (5.0, "preempted: so; queued again", "cancelled: by toolkit cancel"),
-        (5.0, "cancelled: by toolkit cancel", "done: all steps made"),
-        (0.5, "preempted: so; queued again", "done: all steps made"),
-    ],
-    ids=["unanswered", "answered", "of an earlier job"],
-)
-def test_a_cancel_that_came_while_the_job_was_being_queued_again_is_known(
-    tmp_path: Path, marked: float, before: str, reason: str
-) -> None:
-    script, run_dir = tmp_path / "script.sh", tmp_path / "run"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    first = run_dir / "logs/attempt-0"
-    first.mkdir(parents=True)
-    (first / "reason").write_text(f"{before}\n")
-    times = {first / "since": 1.0, first / "exit_status": 9.0, run_dir / "cancel_requested": marked}
-    for path, time in times.items():
-        path.write_text("0\n")
-        os.utime(path, (time, time))
-    environ = fake_slurm.install(tmp_path, nodes=1) | {"SLURM_RESTART_COUNT": "1"}
-    subprocess.run(["bash", script, run_dir], env=environ, capture_output=True, check=False)
-    assert (run_dir / "logs/attempt-1/reason").read_text().startswith(reason)
-
-
-SED = """#!/bin/sh
-case "$*" in *node.sh*) kill -TERM $PPID; %s ;; esac
-exec /usr/bin/env -S PATH=/usr/bin:/bin sed "$@"
-"""
-
-
-@pytest.mark.parametrize(
-    ("then", "later", "requeue", "reason"),
-    [
-        (":", ":", 1, "cancelled: by scancel; not queued again\n"),
-        ("kill -TERM $$", ":", 1, "cancelled: by scancel; not queued again\n"),
-        (":", "kill -KILL $PPID", 1, "terminated: by Slurm; killed soon after\n"),
-        (":", ":", 0, "terminated: by Slurm\n"),
-        ("kill -TERM $$", ":", 0, "terminated: by Slurm\n"),
-    ],
-    ids=[
-        *("the script lives", "what it runs ends with it", "it is killed soon after"),
-        *("without requeues, the script lives", "without requeues, what it runs ends with it"),
-    ],
-)
-def test_scancel_while_the_script_begins_is_no_success(
-    tmp_path: Path, then: str, later: str, requeue: int, reason: str
-) -> None:
-    environ = fake_slurm.install(tmp_path, nodes=1)
-    sed = tmp_path / "bin/sed"  # with which the script writes what runs on the nodes
-    sed.write_text(SED % then)
-    sed.chmod(0o755)
-    rm = tmp_path / "bin/rm"  # which the script calls after that
-    rm.write_text(f'#!/bin/sh\n{later}\nexec /bin/rm "$@"\n')
-    rm.chmod(0o755)
-    script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    logs = tmp_path / "run/logs/attempt-0"
-    argv = ["bash", str(script), str(tmp_path / "run")]
-    done = subprocess.run(argv, env=environ, capture_output=True, check=False)
-    assert (logs / "reason").read_text() == reason
-    assert done.returncode < 0 or int((logs / "exit_status").read_text()) != 0
 
 
 KILLED = "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-25T13:13:27"
-
-MKDIR = f"""#!/bin/sh
-echo "{KILLED} DUE TO JOB REQUEUE ***" >&2
-kill -TERM $PPID
-exec /bin/mkdir "$@"
-"""
-
-
-def test_a_requeue_while_the_script_begins_is_told_as_one(tmp_path: Path) -> None:
-    """slurmstepd has said so before the script has looked where its log begins."""
-    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
-    (tmp_path / "bin/mkdir").write_text(MKDIR)
-    (tmp_path / "bin/mkdir").chmod(0o755)
-    script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    with (tmp_path / "job.log").open("a") as log:
-        argv = ["bash", str(script), str(run_dir)]
-        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
-    reason = (run_dir / "logs/attempt-0/reason").read_text()
-    assert reason == "requeued: by an operator; queued again\n"
 
 
 @pytest.mark.parametrize(
@@ -434,7 +265,7 @@ def test_a_requeue_while_the_script_begins_is_told_as_one(tmp_path: Path) -> Non
 def test_slurmstepd_says_why_slurm_ends_an_attempt(
     job: Job, printed: str, down: str, reason: str
 ) -> None:
-    job.environ |= {"DOWN": down, "RESTARTS": "0" if reason.startswith("cancelled") else "1"}
+    job.cluster.down, job.cluster.restarts = down, int(not reason.startswith("cancelled"))
     job.told(status="preempted", attempt=0, step=5, rank=None, reason="x")
     assert job.conclude(1, stopping="terminated", printed=printed) == 1
     assert job.reason.startswith(f"{reason}; ")
@@ -445,18 +276,18 @@ def test_slurmstepd_says_why_slurm_ends_an_attempt(
 @pytest.mark.parametrize(
     ("preempted", "left", "word"),
     [
-        ("PreemptTime=150", ("stopped-0",), "preempted"),
-        ("PreemptTime=150", ("stopped-0", "failed-1"), "preempted"),  # a rank had lost the other
-        ("PreemptTime=150", (), "preempted"),  # before its tasks had begun
-        ("PreemptTime=50", ("stopped-0",), "retryable"),  # of an earlier attempt
-        ("PreemptTime=None", ("stopped-0",), "retryable"),  # srun ends the others after a failure
-        ("PreemptTime=150", ("failed-0",), "retryable"),
+        ("150", ("stopped-0",), "preempted"),
+        ("150", ("stopped-0", "failed-1"), "preempted"),  # a rank had lost the other
+        ("150", (), "preempted"),  # before its tasks had begun
+        ("50", ("stopped-0",), "retryable"),  # of an earlier attempt
+        ("None", ("stopped-0",), "retryable"),  # srun ends the others after a failure
+        ("150", ("failed-0",), "retryable"),
     ],
 )
 def test_a_preemption_with_grace_time_is_known_though_no_signal_comes(
     job: Job, preempted: str, left: tuple[str, ...], word: str
 ) -> None:
-    job.environ["PREEMPTED"] = preempted
+    job.cluster.preempted = preempted
     for name in left:
         (job.folder(0) / name).write_text("1\n")
     assert job.conclude(1) == 1
@@ -468,6 +299,8 @@ BY_SIGNAL = "preempted: stopped by a signal from outside; queued again"
 
 
 STOPPED = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-25T13:13:27 ***"
+
+
 FAILED = "srun: error: n2: task 1: Exited with exit code 1"
 
 
@@ -497,7 +330,7 @@ def test_a_step_that_somebody_stops_is_no_failure(
 
 def test_a_script_that_somebody_stops_goes_on(job: Job) -> None:
     """Slurm calls a job that it has ended itself COMPLETING, CANCELLED, PENDING."""
-    job.environ["STATE"] = "RUNNING"
+    job.cluster.state = "RUNNING"
     assert job.conclude(1, stopping="terminated", printed=f"{KILLED} ***") == 1
     assert job.reason == BY_SIGNAL
     assert job.asked == AGAIN
@@ -506,12 +339,9 @@ def test_a_script_that_somebody_stops_goes_on(job: Job) -> None:
 @pytest.mark.parametrize(("state", "stopped"), [("RUNNING", True), ("CANCELLED", False)])
 def test_a_script_that_somebody_stops_stops_its_step(job: Job, state: str, stopped: bool) -> None:
     """Slurm itself tells all, unlike scancel --batch --signal=TERM."""
-    job.environ["STATE"] = state
-    scancel = job.run_dir / "bin/scancel"
-    scancel.write_text('#!/bin/sh\necho "scancel $*" >>"$CALLS"\n')
-    scancel.chmod(0o755)
+    job.cluster.state = state
     (job.folder(0) / "began-0").write_text("3\n")
-    assert job.run("_step=$$; stopped_by_slurm") == 0
+    job.terminated()
     assert ("scancel --signal=TERM 7.3" in job.asked) is stopped
     assert (job.folder(0) / "stopping").exists() is stopped
 
@@ -524,78 +354,10 @@ def test_a_job_that_is_cancelled_while_it_decides_is_not_queued_again(
     job: Job, printed: str, word: str
 ) -> None:
     """Slurm would start it again, which is right where its time is over."""
-    job.environ["STATE"] = "COMPLETING"
+    job.cluster.state = "COMPLETING"
     assert job.conclude(1, stopping="walltime", printed=printed) == 1
     assert job.reason.startswith(f"{word}: ")
     assert job.asked == ([] if word == "cancelled" else AGAIN)
-
-
-SRUN = """#!/bin/sh
-echo "%s" >&2
-exit %d
-"""
-PROLOG_FAILED = (
-    "slurmstepd-node1: error: TaskProlog failed status=1\n"
-    "srun: error: node1: task 0: Exited with exit code 1"
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "reason"),
-    [
-        ("srun: error: Node failure on node1", 0, "node_failure: down: node1; queued again\n"),
-        (
-            "srun: error: Unable to contact slurm controller (connect failure)",
-            1,
-            "retryable: srun could not start torchrun: Unable to contact slurm controller "
-            "(connect failure) (exit status 1); queued again\n",
-        ),
-        (
-            PROLOG_FAILED,
-            137,
-            "retryable: TaskProlog failed status=1 on node1 (exit status 137); queued again\n",
-        ),
-    ],
-)
-@pytest.mark.parametrize("requeue", [0, 1])
-def test_what_srun_says_is_the_reason_where_torchrun_says_nothing(
-    tmp_path: Path, error: str, status: int, reason: str, requeue: int
-) -> None:
-    """srun ends with 0 where Slurm has lost a node: no step was made for that."""
-    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
-    (tmp_path / "bin/srun").write_text(SRUN % (error, status))
-    script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": requeue})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    with (tmp_path / "job.log").open("a") as log:
-        argv = ["bash", str(script), str(run_dir)]
-        done = subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
-    assert done.returncode == (status or 1)
-    written = run_dir / "logs/attempt-0/reason"
-    assert (written.read_text() if requeue else written.exists()) == (reason if requeue else False)
-
-
-ENDED_ONCE = """#!/bin/sh
-if [ "$2" = hostnames ] && mkdir "$0.ended" 2>/dev/null; then kill -TERM $$; fi
-exec "$0.own" "$@"
-"""
-
-
-def test_a_scontrol_that_slurm_ends_with_the_script_is_asked_again(tmp_path: Path) -> None:
-    """Its TERM may reach the script a moment later."""
-    environ, run_dir = fake_slurm.install(tmp_path, nodes=1), tmp_path / "run"
-    scontrol = tmp_path / "bin/scontrol"
-    scontrol.rename(f"{scontrol}.own")
-    scontrol.write_text(ENDED_ONCE)
-    scontrol.chmod(0o755)
-    (tmp_path / "bin/srun").write_text(SRUN % ("srun: error: this far", 1))
-    script = tmp_path / "script.sh"
-    job = toolkit.JobSpec(name="probe", module="train", retries={"requeue": 1})
-    script.write_text(toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s"))))
-    with (tmp_path / "job.log").open("a") as log:
-        argv = ["bash", str(script), str(run_dir)]
-        subprocess.run(argv, env=environ, stdout=log, stderr=log, check=False)
-    assert "this far" in (run_dir / "logs/attempt-0/reason").read_text()
 
 
 @pytest.mark.parametrize(("began", "word"), [(False, "cancelled"), (True, "done")])
@@ -607,35 +369,6 @@ def test_a_torchrun_that_is_stopped_before_its_ranks_began_is_not_done(
         (job.folder(0) / "node-0/7-0_x/attempt_0/0").mkdir(parents=True)
     assert job.conclude(0, stopping="cancelled") == (0 if began else 1)
     assert job.reason.startswith(f"{word}: ")
-
-
-ONE_NODE_STOPPED = """
-looks=0
-read() { looks=$((looks + 1)); [ "$looks" -lt 5000 ] || exit 9; return 1; }
-signal_step() { echo "signalled once more"; echo 143 >"$_logs/ended-0"; }
-is_removed() { return 1; }
-echo 143 | tee "$_logs/stopped-1" >"$_logs/ended-1"
-sleep 1000 &
-_step=$!
-watch_step
-"""
-
-
-def test_a_node_that_has_lost_the_signal_of_the_step_is_told_again(job: Job) -> None:
-    """It came before the node's task had begun, whose torchrun then waits for the others."""
-    assert job.run(ONE_NODE_STOPPED) == 0
-    assert "signalled once more" in job.log.read_text()
-
-
-# ---- A full disk, memory, a controller that is away, a later attempt
-
-
-def test_programs_that_slurm_ends_with_the_script_are_no_full_disk(job: Job) -> None:
-    head = job.run_dir / "bin/head"
-    head.write_text('#!/bin/sh\n[ "$1" != -c ] || kill -TERM $$\nexec /usr/bin/head "$@"\n')
-    head.chmod(0o755)
-    assert job.conclude(1, stopping="terminated") == 1
-    assert job.reason == "cancelled: by scancel; not queued again"
 
 
 def test_a_full_disk_is_told_though_the_outcome_could_not_be_written(job: Job) -> None:
@@ -672,9 +405,8 @@ def test_out_of_memory_ends_a_job_that_has_not_ended_otherwise(
 def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
     job: Job, away: int, refuses: str, asked: list[str], says: str
 ) -> None:
-    job.environ |= {"AWAY": str(away), "REFUSES": refuses}
-    # It pings, and then waits as long as there is no answer.
-    assert job.run("sleep() { :; }; conclude 1") == 1
+    job.cluster.away, job.cluster.refuses = away, bool(refuses)
+    assert job.conclude(1) == 1
     assert job.reason.endswith(f"; {says}")
     assert [line for line in job.asked if line != "ping"] == asked
 
@@ -682,9 +414,9 @@ def test_a_controller_that_is_away_is_asked_again_and_one_that_refuses_is_not(
 def test_an_attempt_that_was_killed_before_it_knew_its_nodes_has_lost_none(job: Job) -> None:
     """sinfo without nodes would name any that is down."""
     job.attempt = 1
-    job.environ["DOWN"] = "n9"
+    job.cluster.down = "n9"
     (job.folder(0) / "reason").write_text("terminated: by Slurm; killed soon after\n")
-    assert job.run("complete_previous_attempt") == 0
+    assert job.complete_previous() == 0
     assert (job.folder(0) / "reason").read_text() == "terminated: by Slurm; killed soon after\n"
     assert not (job.folder(0) / "failing_node").exists()
 
@@ -692,7 +424,7 @@ def test_an_attempt_that_was_killed_before_it_knew_its_nodes_has_lost_none(job: 
 def test_an_attempt_that_was_killed_while_it_decided_decides_no_more(job: Job) -> None:
     job.attempt = 1
     (job.folder(0) / "reason").write_text("node_failure: down: n2; deciding\n")
-    assert job.run("complete_previous_attempt") == 0
+    assert job.complete_previous() == 0
     assert (job.folder(0) / "reason").read_text() == "node_failure: down: n2; killed soon after\n"
 
 
@@ -710,7 +442,7 @@ def test_an_attempt_that_another_one_has_followed_changes_nothing(job: Job) -> N
 
 def test_a_job_that_slurm_has_queued_again_meanwhile_is_not_queued_again(job: Job) -> None:
     """Its script has heard no signal, which came before bash had begun."""
-    job.environ["RESTARTS"] = "1"
+    job.cluster.restarts = 1
     assert job.conclude(1) == 1
     assert job.reason == "requeued: by Slurm, which has not said why; queued again"
     assert job.asked == []
@@ -729,11 +461,11 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(
 ) -> None:
     """The node may be back already."""
     job.attempt = 1
-    job.environ["DOWN"] = down
+    job.cluster.down = down
     job.had(0, "terminated")
     job.log.write_text(printed)
     (job.folder(0) / "log").write_text(f"0 {job.log}\n")
-    assert job.run("complete_previous_attempt") == 0
+    assert job.complete_previous() == 0
     assert (job.folder(0) / "reason").read_text() == (
         "node_failure: down: n2; killed before it could say so\n"
     )
@@ -753,12 +485,12 @@ def test_the_next_attempt_says_what_the_last_had_no_time_to_say(
 def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     job: Job, down: str, restarts: str, stopping: str, reason: str
 ) -> None:
-    job.environ |= {"DOWN": down, "RESTARTS": restarts}
-    job.run("stopped_by_slurm; kill -KILL $$", stopping=stopping)
+    job.cluster.down, job.cluster.restarts = down, int(restarts)
+    job.terminated(stopping=stopping)
     assert job.reason == f"{reason}killed soon after"
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     job.attempt = 1
-    assert job.run("complete_previous_attempt") == 0
+    assert job.complete_previous() == 0
     assert (job.folder(0) / "reason").read_text() == f"{reason}killed soon after\n"
     assert (job.folder(0) / "step").read_text() == "50\n"
     assert (job.folder(0) / "failing_node").exists() == bool(down)
@@ -777,20 +509,20 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
 def test_a_script_that_is_killed_while_it_decides_has_said_why(
     job: Job, stopping: str, left: str
 ) -> None:
-    job.environ["RESTARTS"] = "1"
+    job.cluster.restarts = 1
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
-    trap = "stopped_by_slurm; " if stopping == "terminated" else ""
-    killed = 'grep() { [ "$1" != . ] || kill -KILL $$; command grep "$@"; }; conclude 1'
-    job.run(trap + killed, stopping=stopping)
+    if stopping == "terminated":
+        job.terminated()
+    job.killed_while_it_decides(1, stopping=stopping)
     assert job.reason == left
 
 
 def test_a_node_is_excluded_though_the_script_is_killed_while_its_step_ends(job: Job) -> None:
-    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.cluster.down, job.cluster.restarts = "n2", 2
     job.attempt = 1
     job.had(0, "node_failure", step=10, failing="n2")
     told = "; queued again; without n2, where two attempts have failed first"
-    job.run("stopped_by_slurm; kill -KILL $$", stopping="terminated")
+    job.terminated()
     assert job.reason == f"node_failure: down: n2{told}; killed soon after"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
 
@@ -812,54 +544,10 @@ def test_nodes_that_have_restarted_are_named_in_one_line(
 
 
 def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(job: Job) -> None:
-    job.environ |= {"DOWN": "n2", "RESTARTS": "2"}
+    job.cluster.down, job.cluster.restarts = "n2", 2
     job.attempt = 1
     job.had(0, "node_failure", step=10, failing="n2")
     told = "; queued again; without n2, where two attempts have failed first"
-    assert job.run("stopped_by_slurm; conclude 1", stopping="terminated") == 1
+    assert job.terminated(killed=False) == 1
     assert job.reason == f"node_failure: down: n2{told}"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
-
-
-def test_a_signal_while_the_end_is_judged_is_never_lost(job: Job) -> None:
-    """bash 5.2 loses a trap whose signal comes while it expands $(...), and `set -e` ends it."""
-    job.told(status="running", attempt=0, step=50)
-    job.had(0, "retryable", 40)
-    body = """
-seen=0
-trap 'seen=$((seen + 1))' USR1
-(
-  trap '' USR1
-  sent=0
-  while [ ! -e "$_run_dir/enough" ]; do
-    kill -USR1 $$ || exit
-    sent=$((sent + 1))
-    read -rt 0.01 -u 9 || true
-  done
-  echo "$sent" >"$_run_dir/sent"
-) 9<> <(:) &
-for n in {1..40}; do
-  _why='' _word=''
-  classify 1
-  count
-  _excluded=''
-done
-touch "$_run_dir/enough"
-while ! wait $!; do :; done
-say "judged $n times as $_word, $seen signals"
-"""
-    assert job.run(body) == 0, job.log.read_text()
-    assert "trap:" not in job.log.read_text()
-    last = job.log.read_text().splitlines()[-1].split()
-    sent = int((job.run_dir / "sent").read_text())
-    assert last[:4] == ["digits:", "judged", "40", "times"]
-    assert 10 < int(last[6]) <= sent
-
-
-def test_srun_is_ended_that_hangs_when_all_nodes_have_ended(job: Job) -> None:
-    """As srun does if a node's slurmstepd was killed."""
-    for node, status in enumerate((0, 7)):
-        (job.folder(0) / f"ended-{node}").write_text(f"{status}\n")
-    at_once = "_since=0; echo 0 >$_logs/since; read() { return 1; }"
-    assert job.run(f"{at_once}\nlaunch() {{ sleep 30 & }}\nlaunch_once; exit $_status") == 7
-    assert (job.folder(0) / "hung").exists()

@@ -1,4 +1,4 @@
-"""Whether a start of the ranks has failed as an earlier one, so that another would fail alike."""
+"""Whether a failure has come before: in an earlier start of the ranks, or in an earlier attempt."""
 
 import glob
 import os
@@ -6,27 +6,27 @@ import time
 from typing import Callable, Dict, Iterable, List, Optional
 
 from .files import read
-from .first_error import Attempt, Failure, alike, from_line, repeated_failure
+from .first_error import ANOTHER_ONE, Attempt, Failure, alike, from_line, repeated_failure
 
 ECHO_S = 60
 """How long one waits for the error of which another one is the echo: its files may come late."""
 
 
-class RepeatedStarts:
+class Repetitions:
     """Two starts by one torchrun that have failed alike; unchanged files are not read again."""
 
-    def __init__(self, folders: Callable[[], List[str]], starts: Callable[[], Attempt]) -> None:
-        self._folders, self._starts = folders, starts
+    def __init__(self, starts: Callable[[], Attempt], torchruns: Callable[[], List[str]]) -> None:
+        self._starts, self._torchruns = starts, torchruns
         self._looked_at: Dict[str, List[str]] = {}
         self._echo: Optional[Failure] = None
         self._echo_s = 0.0
 
-    def look(self, *, all_ended: bool) -> Optional[Failure]:
-        """Return how the ranks of one torchrun have failed alike in two starts, if they have.
+    def in_job(self, *, all_ended: bool) -> Optional[Failure]:
+        """Return how the ranks of one torchrun failed alike in two starts, if they have.
 
         `all_ended`: the ranks of the last start have ended, too, so that their stderr is whole.
         """
-        for folder in sorted(folder.rstrip("/") for folder in self._folders()):
+        for folder in sorted(folder.rstrip("/") for folder in self._torchruns()):
             if not os.path.isdir(folder + "/attempt_1"):
                 continue
             files = sorted(
@@ -39,7 +39,7 @@ class RepeatedStarts:
             failure = repeated_failure(self._starts(), folder, all_ended=all_ended)
             if failure is None:
                 continue
-            if not failure.message.endswith("another one"):
+            if not failure.message.endswith(ANOTHER_ONE):
                 return failure
             self._echo = failure  # another node, whose files may come late, has the cause
             self._echo_s = self._echo_s or time.monotonic()
@@ -47,17 +47,15 @@ class RepeatedStarts:
         return self._echo if all_ended or late else None
 
 
-def failed_as_before(now: Optional[Failure], earlier: Iterable[str]) -> Optional[Failure]:
-    """Return a failure if an earlier start has failed alike.
+def earlier_alike(now: Failure, files: Iterable[str]) -> str:
+    """Return the file `first_error` of an earlier start that has failed alike, or nothing.
 
-    `earlier`: the files `first_error` of earlier starts, the last one first.
+    `files`: those of earlier starts, the last one first.
     """
-    if now is None:
-        return None
-    for path in earlier:
+    for path in files:
         if alike(from_line(read(path, 4096)), now, in_a_row=True):
-            return now
+            return path
         # Where no step is known, the starts in between may have made progress.
         if now.kind != "fault" and not now.step[:1].isdigit():
             break
-    return None
+    return ""

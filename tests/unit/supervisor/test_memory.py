@@ -1,0 +1,65 @@
+"""The kernel's count of processes that it has killed, and what ranks have used."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from toolkit.supervisor.evidence.memory import oom_kills, peak_kb, ranks_below
+
+V2 = "low 0\nhigh 0\nmax 12\noom 3\noom_kill {}\noom_group_kill 9\n"
+V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "kills"),
+    [
+        ("0::/slurm/job_7/step_0\n", {"slurm/job_7/step_0/memory.events": V2.format(2)}, 2),
+        (
+            "9:cpu,cpuacct:/slurm/job_7\n5:memory:/slurm/job_7\n0::/\n",
+            {"memory/slurm/job_7/memory.oom_control": V1.format(1)},
+            1,
+        ),
+        # A container may see its own cgroup as the root, and be told the node's path.
+        ("0::/\n", {"memory.events": V2.format(4)}, 4),
+        ("5:memory:/kubepods/x\n", {"memory/memory.oom_control": V1.format(1)}, 1),
+        # A name of a cgroup may hold anything.
+        ("0::/a:b c\n", {"a:b c/memory.events": V2.format(5)}, 5),
+        ("0::/gone\n", {}, 0),
+        ("0::/x\n", {"x/memory.events": "oom_kill many\noom_kill\n\0"}, 0),
+        ("", {"memory.events": V2.format(4)}, 0),
+        ("no cgroups here\n:\n", {}, 0),
+    ],
+)
+def test_kills_for_want_of_memory_are_read_from_cgroups_of_both_versions(
+    tmp_path: Path, membership: str, files: dict[str, str], kills: int
+) -> None:
+    own, mount = tmp_path / "cgroup", tmp_path / "mount"
+    own.write_text(membership)
+    for name, text in files.items():
+        (mount / name).parent.mkdir(parents=True)
+        (mount / name).write_text(text)
+    assert oom_kills(str(own), str(mount)) == kills
+
+
+def test_this_process_has_a_count() -> None:
+    assert oom_kills() >= 0
+    assert oom_kills("/proc/none", "/proc/none") == 0
+
+
+def test_ranks_are_found_below_torchrun_with_the_processes_that_they_start() -> None:
+    start = "RANK=3 TORCHELASTIC_RESTART_COUNT=2 sh -c 'sleep 60 & echo $$ $!; wait' & wait"
+    with subprocess.Popen(["sh", "-c", start], stdout=subprocess.PIPE, text=True) as torchrun:
+        assert torchrun.stdout is not None
+        rank, helper = map(int, torchrun.stdout.readline().split())
+        try:
+            found = {each.pid: each for each in ranks_below([torchrun.pid])}
+            assert found.keys() == {rank, helper}
+            assert (found[rank].number, found[rank].restart) == ("3", 2)
+            assert peak_kb(rank) > 100
+        finally:
+            for pid in (rank, helper):
+                os.kill(pid, 9)
+    assert list(ranks_below([torchrun.pid])) == []
+    assert peak_kb(torchrun.pid) == 0

@@ -1,0 +1,714 @@
+"""The program on Slurm's batch host: it starts srun, and decides what follows when the step ends.
+
+One loop: signals of Slurm and of `toolkit cancel`, marks of the nodes each five seconds, the end
+of srun. What Slurm starts again is another attempt.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from . import batch_opening, elastic
+from .attempt import Attempt, Refused, folder_of, with_number
+from .batch_evidence import BY_SIGNAL, NOT_REACHED, JobEvidence, Nodes
+from .batch_opening import Failed, NothingToDo, Start
+from .batch_watch import STOP_MARGIN_S, Watch
+from .evidence import job_log
+from .evidence.files import last_lines, read
+from .evidence.job_log import JobLog
+from .evidence.outcome import read_outcome
+from .evidence.restarts import after_restarts
+from .marks import Marks
+from .notify import Event
+from .policy import (
+    NO_PROGRESS_STATUS,
+    Decision,
+    Limits,
+    Verdict,
+    count,
+    decide,
+    judge,
+    limit_reached,
+)
+from .process import Signals, status_of
+from .schedulers.slurm import Slurm
+from .supervised import Policy, lacks, preload_secrets
+
+AGAIN = "queued again"
+STOPS = {signal.SIGUSR1: "walltime", signal.SIGUSR2: "cancelled"}
+"""Slurm warns by SIGUSR1 before the time is over, `toolkit cancel` sends SIGUSR2."""
+
+TRIES, TRY_PAUSE_S = 3, 10
+"""How often srun starts if a node's slurmd does not answer."""
+
+MOST_EMPTY_STEPS = 20
+"""How many steps may be started to get past the numbers of earlier ones."""
+
+REQUEUE_S, REQUEUE_PAUSE_S = 600, 5
+"""How long a controller that does not answer is asked to queue the job again."""
+
+FAILED = "lost: the supervisor failed: "
+"""How a reason begins that tells of a mistake of this program."""
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    run_dir: str
+    mode: str
+    command: Sequence[str]
+    """srun, and behind a `--` torchrun and its arguments."""
+    ports: Tuple[int, int]
+    """The first port that the rendezvous may use, and how many."""
+    policy: Policy
+    fewest: int = 0
+    """The fewest nodes of an elastic job; 0: all."""
+    most: int = 0
+    """How many nodes an elastic job wants; 0: as many as it has."""
+    point: str = ""
+    """The name of this point of a sweep."""
+    takes_turns: bool = False
+    """Whether several jobs may continue the run in turn: a chain."""
+    programs: Sequence[str] = ()
+    """Programs that must be in PATH; of names with a comma between them, one."""
+    early: Sequence[str] = ()
+    """Names of signals that came before this program has started."""
+    image: str = ""
+    """A container image, if that is a file."""
+    refuse: str = ""
+    """Why the job has ended before torchrun began; empty if it has not."""
+    script: str = ""
+    """The batch script, which jobs that join an elastic one run, too."""
+    join: Sequence[str] = ()
+    """Of a job that joins another one: the attempt, where its ranks meet, and the job's number."""
+
+
+def main(options: Options) -> int:
+    """Make one attempt; return the exit status."""
+    signals = Signals((*STOPS, signal.SIGTERM, signal.SIGCHLD))
+    signals.seen += [getattr(signal, "SIG" + name) for name in options.early]
+    run_dir = os.path.abspath(options.run_dir)
+    say = Speaker(options.policy.job, options.point)
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"):
+        if not os.environ.get(name):
+            say.error(f"not inside a job of Slurm: {name} is not set")
+            return 1
+    preload_secrets(options.policy)
+    begin = os.environ.pop("_log_begin", "")
+    path = batch_opening.log_of_this_process()
+    size = int(begin) if begin.isdigit() else os.stat(path).st_size
+    log = JobLog(path, size)
+    slurm = Slurm(os.environ)
+    restarts = batch_opening.restarts_of(slurm)
+    start = Start(run_dir, options.mode, restarts, options.point, options.takes_turns)
+    attempt: Optional[Attempt] = None
+    status = 1
+    try:
+        _require_mountable(run_dir, options.command)
+        if options.mode == "join":
+            return _join(options, run_dir, slurm, signals, say)
+        attempt = batch_opening.open_batch_attempt(start, log)
+        status = Batch(options, start, attempt, slurm, log, signals).supervised()
+    except Refused as refused:
+        say.error(str(refused))
+    except NothingToDo as nothing:
+        say(str(nothing))
+        status = nothing.status
+    except Failed as failed:
+        attempt = failed.attempt
+        say.error(str(failed))
+        if attempt and os.path.isdir(attempt.logs):
+            Batch(options, start, attempt, slurm, log, signals).refuse(str(failed), aloud=False)
+    finally:
+        if attempt and os.path.isdir(attempt.logs):
+            attempt.note("exit_status", str(status))
+    return status
+
+
+def _join(options: Options, run_dir: str, slurm: Slurm, signals: Signals, say: "Speaker") -> int:
+    """Run a job of one node that joins the run of another job; return the exit status."""
+    number, endpoint, job = options.join
+    attempt = Attempt(run_dir, int(number), 0)
+    obstacle = options.refuse or obstacle_of(options)
+    if obstacle:
+        say.error(obstacle)
+        return 1
+    say(f"{slurm.node_list} joins attempt {number} at {endpoint}")
+    argv = step_argv(
+        options.command, attempt.logs, Meeting(endpoint, job, attempt.number), "--joins"
+    )
+    return elastic.join(argv, step_environ(attempt), slurm, signals, attempt.logs)
+
+
+class Speaker:
+    """Writes lines into the job's log."""
+
+    def __init__(self, job: str, point: str) -> None:
+        self._name = f"{job}: {point}: " if point else f"{job}: "
+
+    def __call__(self, text: str) -> None:
+        """Write a line."""
+        print(self._name + text, flush=True)
+
+    def error(self, text: str) -> None:
+        """Write a line about a failure."""
+        print(self._name + text, file=sys.stderr, flush=True)
+
+
+def _require_mountable(run_dir: str, command: Sequence[str]) -> None:
+    """Refuse a path that a container's mounts cannot hold.
+
+    Raises:
+        Refused: a separator is in it.
+    """
+    in_pyxis = any(word.startswith("--container-image") for word in command)
+    in_container = in_pyxis or any(
+        word.startswith("--runtime=") and word != "--runtime=bare" for word in command
+    )
+    blank = in_pyxis and any(letter.isspace() for letter in run_dir)
+    if in_container and (blank or ":" in run_dir or "," in run_dir):
+        blanks = "blanks, " if in_pyxis else ""
+        raise Refused(f"{run_dir}: a container's mounts cannot hold {blanks}':' or ','")
+
+
+def obstacle_of(options: Options) -> str:
+    """Return what keeps a job from starting here."""
+    missing = lacks(options.policy)
+    if missing:
+        return missing
+    if options.image and not os.path.exists(options.image):
+        return f"the image is missing: {options.image}"
+    for names in options.programs:
+        if not any(map(shutil.which, names.split(","))):
+            name = names.partition(",")[0]
+            keys = "'venv' or 'modules'" if name == "torchrun" else "'modules'"
+            return f"{name} is not in PATH; set {keys} in the profile"
+    if any(word.startswith("--container-image") for word in options.command):
+        argv = ["srun", "--help"]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if b"--container-image" not in done.stdout:
+            return "srun knows no --container-image here: the site has no pyxis"
+    return ""
+
+
+class Meeting(NamedTuple):
+    """Where the ranks of an attempt meet."""
+
+    endpoint: str
+    job: str
+    """The job whose attempt it is."""
+    attempt: int
+
+
+def step_argv(command: Sequence[str], logs: str, meeting: Meeting, *more: str) -> List[str]:
+    """Return the command of a step, with what only the supervisor knows.
+
+    Before the first `--` come options of the node and the attempt's folder, and behind torchrun
+    where its ranks meet.
+    """
+    words = list(command)
+    end = words.index("--") if "--" in words else len(words)
+    torchrun = [with_number(word, meeting.attempt) for word in words[end + 1 :]]
+    own = [
+        f"--rdzv-endpoint={meeting.endpoint}",
+        f"--rdzv-id={meeting.job}-{meeting.attempt}",
+        "--tee=3",
+    ]
+    return [*words[:end], *more, logs, "--", *torchrun[:1], *own, *torchrun[1:]]
+
+
+def step_environ(attempt: Attempt) -> Dict[str, str]:
+    """Return the environment of a step of an attempt."""
+    environ = {
+        **os.environ,
+        "TRAIN_RUN_DIR": attempt.run_dir,
+        "TRAIN_ATTEMPT": str(attempt.number),
+        "TRAIN_ATTEMPT_BEGAN": os.environ.get("TRAIN_ATTEMPT_BEGAN", str(int(time.time()))),
+    }
+    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not inherit it since Slurm 22.05
+        environ["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
+    return environ
+
+
+class Batch(JobEvidence):
+    """An attempt, from its beginning to what follows."""
+
+    def __init__(
+        self,
+        options: Options,
+        start: Start,
+        attempt: Attempt,
+        slurm: Slurm,
+        log: JobLog,
+        signals: Signals,
+    ) -> None:
+        nodes = Nodes(options.fewest, options.most)
+        super().__init__(options.policy, attempt, slurm, log, nodes)
+        self.options, self.start, self.signals = options, start, signals
+        self.restarts = start.restarts
+        self.say = Speaker(options.policy.job, options.point)
+        self.srun: Optional[subprocess.Popen[bytes]] = None
+        self.excluded: Optional[str] = None
+        """What was said about nodes that the job does without; None: not looked at yet."""
+        self.told = ""
+        """What `stopping` says to the nodes."""
+        self.concluding = False
+        self.asked: Optional[subprocess.Popen[bytes]] = None
+        self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
+        self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
+        signal.signal(signal.SIGTERM, self._note_term)
+
+    # ---- The attempt
+
+    def supervised(self) -> int:
+        """Make the attempt. A mistake of this program does not end the run."""
+        try:
+            return self.run()
+        except Exception as error:
+            traceback.print_exc()
+            return self._supervisor_failed(error)
+        finally:
+            if self.asked is not None and self.asked.poll() is None:
+                self.asked.kill()
+            if self.nodes.elastic:
+                elastic.cancel_joiners(self.slurm, self.attempt)
+
+    def run(self) -> int:
+        """Start srun, wait for it, and decide what follows."""
+        if batch_opening.is_cancelled(self.start, self.attempt):
+            self.stopping = "cancelled"
+        if self.nodes.elastic:
+            elastic.cancel_joiners(self.slurm, self.attempt)  # of an attempt that was killed
+        self._link_log()
+        self._ask_for_times()
+        ended = self.complete_previous()
+        if ended is not None:
+            return ended
+        if self._is_stopped():
+            return self.conclude(1)
+        obstacle = self.options.refuse or obstacle_of(self.options)
+        if obstacle:
+            return self.refuse(obstacle)
+        names = self.slurm.hostnames(self.slurm.node_list)
+        if self._is_stopped():
+            return self.conclude(1)
+        if not names:
+            return self.refuse(f"scontrol names no node for '{self.slurm.node_list}'")
+        self.nodes.names = names
+        self.attempt.write("nodes", "\n".join(names))
+        number = self.attempt.number
+        self.say(
+            f"attempt {number} on {self.slurm.node_list}, run directory {self.attempt.run_dir}"
+        )
+        return self._run_step()
+
+    def refuse(self, why: str, *, aloud: bool = True) -> int:
+        """End an attempt whose step cannot start."""
+        if aloud:
+            self.say.error(why)
+        self.attempt.note("reason", f"fatal: {why}")
+        self.tell("end", "fatal", f"ended: fatal: {why}", tries=3)
+        return 1
+
+    def _link_log(self) -> None:
+        if self.options.point:
+            link = os.path.join(self.attempt.run_dir, "logs", "job.log")
+            if os.path.lexists(link):
+                os.remove(link)
+            os.symlink(self.log.path, link)
+
+    def _ask_for_times(self) -> None:
+        """Let the controller's times of the job be written, for `toolkit goodput`."""
+        environ = {**self.slurm.environ, "SLURM_TIME_FORMAT": "%s"}
+        argv = ["timeout", "30", "scontrol", "-o", "show", "job", self.slurm.job]
+        try:
+            with open(self.attempt.path("scheduled"), "wb") as file:
+                self.asked = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.DEVNULL,
+                    env=environ,
+                )
+        except OSError:
+            pass
+
+    def complete_previous(self) -> Optional[int]:
+        """Write what the previous attempt could not; return a status if limits end the run."""
+        number, run_dir = self.attempt.number, self.attempt.run_dir
+        follows = self.restarts > 0 or self.options.mode == "chain"
+        if not self.has_limits or not follows or not number:
+            return None
+        step = read_outcome(run_dir).step
+        reason = batch_opening.complete_previous(self.attempt, self.slurm, self.log, step)
+        claim = folder_of(run_dir, number - 1) + "/notified"
+        if not os.path.exists(claim + "-end.json"):
+            word = reason.partition(":")[0]
+            self.notifier.tell(claim, Event("requeue", word, f"ended: {reason}", number - 1, 1))
+        counts = count(self.attempt.made("", None), self.attempt.best_before())
+        reached = limit_reached(counts, self._limits())
+        if reached is None:
+            return None
+        status = NO_PROGRESS_STATUS if reached.word == "no_progress" else 1
+        return self._end(status, Verdict(reached.word), reached)
+
+    # ---- The step
+
+    def _run_step(self) -> int:
+        if self.policy.limits.requeue and self.restarts:
+            self._skip_step_numbers()
+        status = 1
+        for left in reversed(range(TRIES)):
+            if self._is_stopped():
+                break
+            self.marks.forget()
+            status = self._launch()
+            if self.is_removed():
+                return self._removed()
+            without = self.nodes_without_task() if status in NOT_REACHED else []
+            if not left or self.stopping or not without:
+                break
+            self.say(
+                f"srun has not reached {' '.join(without)} (exit status {status}); once more in "
+                f"{TRY_PAUSE_S} s"
+            )
+            self._pause(TRY_PAUSE_S)
+        if self.stopping:
+            self.say(f"stopped ({self.stopping})")
+        return self.conclude(self._status_of_nodes(status))
+
+    def _launch(self) -> int:
+        """Run srun once; return its status, or that of the nodes if it hangs."""
+        watch = Watch(self)
+        self.srun = subprocess.Popen(self.argv(), stdin=subprocess.DEVNULL, env=self.environ())
+        try:
+            if self._is_stopped():  # a signal came while srun was being started
+                self.srun.terminate()
+            while self.srun.poll() is None:
+                self.signals.wait(watch.tick_in_s(time.monotonic()))
+                self.heed_signals()
+                watch.tick(time.monotonic())
+        finally:
+            if self.srun.poll() is None:
+                self._end_srun(self.srun)
+        status, self.srun = status_of(self.srun.returncode), None
+        self.marks.look()
+        return self.status_of_srun(status)
+
+    def _end_srun(self, srun: "subprocess.Popen[bytes]") -> None:
+        """End a step for a mistake of this program: another attempt follows."""
+        self.signal_step()
+        try:
+            srun.wait(self.policy.grace_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            srun.kill()
+            srun.wait()
+
+    def argv(self) -> List[str]:
+        """Return the command of the step."""
+        meeting = Meeting(self.endpoint(), self.slurm.job, self.attempt.number)
+        return step_argv(self.options.command, self.attempt.logs, meeting)
+
+    def endpoint(self) -> str:
+        """Return where the ranks meet: on the first node, at a port of this attempt's own."""
+        first, many = self.options.ports
+        number = int(self.slurm.job_id) + 1999 * self.attempt.number
+        return f"{self.nodes.names[0]}:{first + number % many}"
+
+    def environ(self) -> Dict[str, str]:
+        """Return the environment of the step."""
+        environ = step_environ(self.attempt)
+        if not self.restarts:
+            environ.pop("SLURM_RESTART_COUNT", None)
+        return environ
+
+    def status_of_srun(self, status: int) -> int:
+        """Return srun's exit status, or that of the nodes where it says 0 or hangs."""
+        ended = self.marks.ended()
+        if os.path.exists(self.attempt.path("hung")):
+            return max((int(text) for text in ended if text.isdigit()), default=1)
+        good, bad = ended.count("0"), sum(text != "0" for text in ended)
+        # srun also says 0 where Slurm has lost a node, and after a stop.
+        lost = job_log.failed_nodes(self.log.read_on())
+        if status == 0 and lost and good < self.nodes.most:
+            return 1
+        return 1 if status == 0 and self.stopping and (bad or not good) else status
+
+    def _status_of_nodes(self, status: int) -> int:
+        """Return the status of the step: torchrun's own counts where srun says 0."""
+        stopped = self.marks.texts("stopped")
+        if status == 0 and self.stopping == "terminated" and "0" not in stopped:
+            status = 1
+        if status == 0 and any(text != "0" for text in stopped):
+            status = 1
+        # A lost node is no failure where enough others came to the end.
+        if self.nodes.elastic and len(self.marks.of("succeeded")) >= self.nodes.fewest:
+            status = 0
+        return status
+
+    def _skip_step_numbers(self) -> None:
+        """Start empty steps, until the next number is past those of the last attempts.
+
+        slurmctld sends a kill that a node has not confirmed again, 60 s later or more. A requeued
+        job has the same id: a step of the same number would be taken for the one to be killed.
+        """
+        taken: Set[str] = set()
+        for number in range(max(0, self.attempt.number - 8), self.attempt.number):
+            marks = Marks(folder_of(self.attempt.run_dir, number))
+            marks.look()
+            taken.update(marks.texts("began"))
+        for _ in range(MOST_EMPTY_STEPS):
+            if self._is_stopped():
+                return
+            step = self.slurm.empty_step()
+            if step is not None and str(step + 1) not in taken:
+                return
+
+    def _removed(self) -> int:
+        """End a run whose directory was removed: another start would begin at step 0."""
+        os.makedirs(self.attempt.logs, exist_ok=True)
+        why = f"{self.attempt.run_dir} was removed during the run"
+        return self._end(1, Verdict("fatal", why), Decision("fatal", "not " + AGAIN, again=False))
+
+    # ---- Signals
+
+    def _note_term(self, number: int, frame: Any) -> None:
+        """Note Slurm's SIGTERM, and why this script is ending: it may be killed at any moment."""
+        self.signals.seen.append(signal.SIGTERM)
+        if not self.concluding and not self.superseded():
+            self.attempt.note("reason", f"terminated: by Slurm; {batch_opening.KILLED}")
+
+    def heed_signals(self) -> None:
+        """Do what the signals that have come ask for."""
+        for number in self.signals.take():
+            if number == signal.SIGTERM:
+                self._terminated()
+            elif number in STOPS:
+                self._stop(STOPS[signal.Signals(number)])
+
+    def _is_stopped(self) -> bool:
+        """Take note of signals; return whether the attempt is to stop."""
+        self.heed_signals()
+        return bool(self.stopping)
+
+    def _stop(self, why: str) -> None:
+        self.stopping = self.stopping or why
+        if self.srun is not None:
+            self.stop_step(self.stopping)
+
+    def stop_step(self, why: str) -> None:
+        """Ask all nodes to stop; the first reason counts."""
+        self.told = self.told or why
+        self.attempt.note("stopping", self.told)  # a node whose task has not begun finds it
+        self.signal_step()
+
+    def signal_step(self) -> None:
+        """Send SIGTERM to all tasks; SIGUSR1 to srun where that is not possible."""
+        if self.srun is None or self.srun.poll() is not None:
+            return
+        if not self.marks.step():
+            self.marks.look()
+        step = self.marks.step()
+        if not step or not self.slurm.signal_step(step):
+            self.srun.send_signal(signal.SIGUSR1)
+
+    def _terminated(self) -> None:
+        """Write why Slurm ends the attempt: it may kill this script before the step has ended."""
+        self.stopping = self.stopping or "terminated"
+        if self.srun is None or self.concluding:
+            return
+        verdict = self.stopped() or Verdict("terminated", "by Slurm")
+        if verdict.why == BY_SIGNAL:
+            self.stop_step("terminated")  # scancel --batch may have told this script alone
+        follows = ""
+        if self.queued:
+            follows = AGAIN + self._exclude() + "; "
+        self.note(verdict, follows + batch_opening.KILLED)
+
+    def stopped(self) -> Optional[Verdict]:
+        """Who has ended the attempt from outside; a signal may come while that is judged."""
+        if self.concluding:
+            for number in self.signals.take():
+                word = STOPS.get(signal.Signals(number), "")
+                word = "terminated" if number == signal.SIGTERM else word
+                self.stopping = self.stopping or word
+        return super().stopped()
+
+    def _pause(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while not self._is_stopped() and time.monotonic() < until_s:
+            self.signals.wait(until_s - time.monotonic())
+
+    # ---- The end
+
+    def note(self, verdict: Verdict, decision: str) -> None:
+        """Write the reason, unless another attempt has taken over: that has written it."""
+        if not self.superseded():
+            self.write_reason(verdict, decision)
+
+    def conclude(self, status: int) -> int:
+        """End the attempt, and queue the job again if the policy says so; return the status."""
+        self._is_stopped()
+        self.concluding = True
+        self.status = status
+        self.disk = "" if self._has_room() else self.attempt.run_dir
+        outcome = read_outcome(self.attempt.run_dir)
+        current = outcome.attempt == str(self.attempt.number)
+        self.outcome = outcome if current else None
+        self.marks.look()
+        verdict = judge(self)
+        if self.compares:
+            verdict = self.note_failing_node(verdict)
+        if verdict.word != "done":
+            self.status = self.status or 1
+        if self.stopping != "terminated":  # that has written it already
+            self.note(verdict, "deciding")
+        step = outcome.step
+        if current or verdict.word not in ("preempted", "requeued", "fenced"):
+            batch_opening.save_step(self.attempt.logs, step)
+        else:  # it was preempted before it began, which is no attempt without progress
+            step = ""
+        return self._follow(verdict, self.decide(verdict, step))
+
+    def decide(self, verdict: Verdict, step: str) -> Decision:
+        """Return what follows an attempt that ended so, at a step."""
+        attempts = self.attempt.made(verdict.word, int(step) if step.isdigit() else None)
+        limits = self._limits()
+        if limits.by_others:
+            limits = limits._replace(by_others=self._chain_continues())
+        counts = count(attempts, self.attempt.best_before())
+        return decide(verdict.word, counts, limits, again=AGAIN, queued=self.queued)
+
+    def _follow(self, verdict: Verdict, decision: Decision) -> int:
+        if decision.again and not self.queued:
+            refused = self._queue_again(verdict)
+            if refused is not None:
+                verdict, text = refused
+                return self._end(self.status, verdict, Decision(verdict.word, text, again=False))
+        if decision.again:
+            decision = decision._replace(text=AGAIN + self._exclude())
+        status = self.status
+        if decision.word == "done":
+            status = 0
+        elif decision.word == "no_progress":
+            status = NO_PROGRESS_STATUS
+        return self._end(status, verdict._replace(word=decision.word), decision)
+
+    def _limits(self) -> Limits:
+        limits = self.policy.limits
+        return limits._replace(by_others=self.options.takes_turns and not limits.requeue)
+
+    def _chain_continues(self) -> bool:
+        """Whether this job is not the last one of its chain, by the list of `toolkit submit`."""
+        lines = last_lines(os.path.join(self.attempt.run_dir, "jobs.jsonl"))
+        own = f'"job_id": "{self.slurm.job_id}"'
+        return bool(lines) and '"mode": "chain"' in lines[-1] and own not in lines[-1]
+
+    def _has_room(self) -> bool:
+        """Whether the disk has room for a reason; make some."""
+        path = self.attempt.path("reserve.full")
+        try:
+            with open(path, "wb") as file:
+                file.write(b" " * 5000)
+            room = True
+        except OSError as error:
+            room = error.errno not in (errno.ENOSPC, errno.EDQUOT)
+        for name in ("reserve", "reserve.full"):
+            with contextlib.suppress(OSError):
+                os.remove(self.attempt.path(name))
+        return room
+
+    def _end(self, status: int, verdict: Verdict, decision: Decision) -> int:
+        self.concluding = True
+        self.note(verdict, decision.text)
+        why = f"{verdict.why}; " if verdict.why else ""
+        text = f"{verdict.word}: {why}{decision.text}"
+        self.say(f"attempt {self.attempt.number} ended: {text}")
+        self.tell_stalls()
+        goes_on = decision.again or decision.text.endswith(" goes on")
+        if verdict.word == "done":
+            text += after_restarts(
+                self.attempt.run_dir, self.attempt.number, [self.log.path], self.log.begin
+            )
+        if self.superseded():  # that tells its own end
+            return status
+        tries = 1 if goes_on or self.stopping else 3  # little time is left after a stop
+        self.tell("requeue" if goes_on else "end", verdict.word, f"ended: {text}", tries)
+        return status
+
+    def _queue_again(self, verdict: Verdict) -> Optional[Tuple[Verdict, str]]:
+        """Queue the job again; return how the attempt ends if that cannot be.
+
+        A controller that does not answer may be restarting. If this node's cable was cut, Slurm has
+        started the job elsewhere meanwhile: that start must not be queued again.
+        """
+        self.note(verdict, AGAIN)
+        if self._is_scancelled():  # Slurm would start even such a job again
+            return Verdict("cancelled", "by scancel"), "not " + AGAIN
+        answers, until_s = False, time.monotonic() + REQUEUE_S
+        while not self.slurm.queued_again(self.restarts) and not self.slurm.requeue():
+            if answers or time.monotonic() >= until_s or self.superseded():
+                return verdict, "scontrol could not queue it again"
+            answers = self.slurm.is_there()
+            if not answers:
+                self.wait_for_controller()
+        return None
+
+    def wait_for_controller(self) -> None:
+        """Wait a moment for a controller that is away."""
+        time.sleep(REQUEUE_PAUSE_S)
+
+    def _is_scancelled(self) -> bool:
+        """Whether Slurm is ending the job, and has no reason of its own."""
+        job = self.slurm.show_job()
+        ends = job.state in ("CANCELLED", "COMPLETING") and (job.restarts or 0) <= self.restarts
+        return ends and not job_log.cause_of_end(self.log.read_on())
+
+    def _exclude(self) -> str:
+        """Keep the job from nodes on which two attempts have failed first; say so."""
+        if self.excluded is None:
+            self.excluded = self._exclude_now() if self.policy.limits.requeue else ""
+        return self.excluded
+
+    def _exclude_now(self) -> str:
+        named: List[str] = []
+        for number in range(self.attempt.number + 1):
+            named += read(folder_of(self.attempt.run_dir, number) + "/failing_node").split()
+        bad = sorted({node for node in named if named.count(node) > 1})
+        if not bad:
+            return ""
+        excluded = self.slurm.show_job().excluded
+        before = self.slurm.hostnames(excluded) if excluded else []
+        bad = [node for node in bad if node not in before]
+        if not bad:
+            return ""
+        names = ",".join(bad)
+        where = f"without {names}, where two attempts have failed first"
+        if self.slurm.count_other_nodes([*before, *bad]) < self.nodes.fewest:
+            return f"; not {where}: too few nodes would be left"
+        return f"; {where}" if self.slurm.exclude([*before, *bad]) else ""
+
+    # ---- A mistake of this program
+
+    def _supervisor_failed(self, error: Exception) -> int:
+        """Queue the job again once: the mistake may lie in what was there this time."""
+        self.concluding = True
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        before = read(folder_of(self.attempt.run_dir, self.attempt.number - 1) + "/reason", 100)
+        verdict = Verdict("lost", f"the supervisor failed: {said}")
+        again = bool(self.policy.limits.requeue) and not before.startswith(FAILED)
+        text = AGAIN if again else "not " + AGAIN
+        self.attempt.note("reason", f"{verdict.word}: {verdict.why}; {text}")
+        self.say.error(
+            f"attempt {self.attempt.number} ended: {verdict.word}: {verdict.why}; {text}"
+        )
+        if again:
+            self.slurm.requeue()
+        return 1

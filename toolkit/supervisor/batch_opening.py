@@ -1,0 +1,277 @@
+"""The beginning of an attempt on Slurm: its folder, and what became of the attempt before it.
+
+Slurm counts the starts of a job; the folders count the attempts of the run, whatever job made them.
+"""
+
+import contextlib
+import errno
+import os
+from typing import List, NamedTuple, Optional, Sequence
+
+from .attempt import Attempt, Refused, folder_of
+from .evidence import job_log
+from .evidence.files import open_regular, read
+from .evidence.job_log import JobLog
+from .schedulers.slurm import Slurm
+
+RESERVE_BYTES = 65536
+"""Disk space for the reason of an attempt that fills the disk."""
+
+_LAST = ("done", "fatal", "cancelled", "no_progress", "gave_up")
+"""Words of reasons after which no job of a chain goes on."""
+
+KILLED = "killed soon after"
+"""The end of a reason that was written in case Slurm kills the script before its step has ended."""
+
+
+class NothingToDo(Exception):
+    """The run that this job of a chain would continue has ended."""
+
+    def __init__(self, why: str, status: int) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Failed(Exception):
+    """The attempt cannot begin. `logs`: its folder, if there is one."""
+
+    def __init__(self, why: str, attempt: Optional[Attempt] = None) -> None:
+        super().__init__(why)
+        self.attempt = attempt
+
+
+class Start(NamedTuple):
+    """Which start of which run this is."""
+
+    run_dir: str
+    mode: str
+    """`continue`, `chain` or ""."""
+    restarts: int
+    """How often Slurm has queued this job again."""
+    point: str
+    """The name of this point of a sweep, or ""."""
+    takes_turns: bool
+    """Whether several jobs may continue the run in turn."""
+
+
+def log_of_this_process() -> str:
+    """Return the file that the batch script writes to; /dev/null if it writes to none."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return os.devnull
+    return path if os.path.isfile(path) else os.devnull
+
+
+def restarts_of(slurm: Slurm) -> int:
+    """Return how often Slurm has queued the job again.
+
+    The environment's count may be that of a job in which sbatch was called.
+    """
+    counted = slurm.environ.get("SLURM_RESTART_COUNT", "0")
+    restarts = int(counted) if counted.isdigit() else 0
+    return 0 if restarts and slurm.show_job().restarts == 0 else restarts
+
+
+def open_batch_attempt(start: Start, log: JobLog) -> Attempt:
+    """Make the folder of the next attempt.
+
+    Raises:
+        Refused: the directory holds a run, and `mode` does not say what to do with it.
+        NothingToDo: this job of a chain has nothing to continue.
+        Failed: the run directory was removed, or is full.
+    """
+    run_dir = start.run_dir
+    number = 0
+    while os.path.lexists(folder_of(run_dir, number)):
+        number += 1
+    if number and not start.restarts and start.mode not in _modes(start):
+        raise Refused(f"{run_dir} already holds a run; to go on with it: {_by_hand(start)}")
+    before = folder_of(run_dir, number - 1)
+    if start.restarts:
+        _require_previous_attempt(start, number, log)
+    since = number - start.restarts  # the limits of retries count from this attempt on
+    if start.mode == "chain":
+        since = _continue_chain(run_dir, number, since)
+    attempt = Attempt(run_dir, number, since)
+    try:
+        os.makedirs(os.path.join(run_dir, "logs"), exist_ok=True)
+        os.mkdir(attempt.logs)
+        if read(before + "/reason", 1) == "" and os.path.exists(before + "/reason"):
+            _write(before + "/reason", f"fatal: no space was left for {run_dir}")
+        attempt.write("since", str(since))
+        attempt.write("log", f"{log.begin} {log.path}")
+        with open(attempt.path("reserve"), "wb") as file:
+            file.write(b" " * RESERVE_BYTES)
+    except OSError as error:
+        _remove(attempt.path("reserve"))
+        raise Failed(_why_not(error, run_dir), attempt) from error
+    _remove(before + "/reserve")
+    return attempt
+
+
+def _modes(start: Start) -> Sequence[str]:
+    return ("continue", "chain") if start.takes_turns else ("continue",)
+
+
+def _by_hand(start: Start) -> str:
+    if not start.point:
+        return f"sbatch FILE {start.run_dir} continue"
+    task = os.environ.get("SLURM_ARRAY_TASK_ID", "N")
+    return f"sbatch --array={task} FILE {os.path.dirname(start.run_dir)} continue"
+
+
+def _why_not(error: OSError, run_dir: str) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left for {run_dir}"
+    return f"{run_dir}: {error.strerror}"
+
+
+def _require_previous_attempt(start: Start, number: int, log: JobLog) -> None:
+    """Refuse a run directory that was removed since an earlier start of this job.
+
+    Slurm also counts a start that never reached the script, on a node that did not come up.
+    """
+    run_dir = start.run_dir
+    if os.path.exists(folder_of(run_dir, number - 1) + "/since"):
+        return
+    if number or _says(log.path, b": attempt 0 on "):
+        attempt = Attempt(run_dir, number, 0)
+        os.makedirs(attempt.logs, exist_ok=True)
+        raise Failed(
+            f"{run_dir} was removed during the run; to begin at step 0: "
+            f"sbatch FILE {run_dir} continue",
+            attempt,
+        )
+
+
+def _says(path: str, words: bytes) -> bool:
+    try:
+        with open_regular(path) as file:
+            return any(words in line for line in iter(lambda: file.readline(1 << 16), b""))
+    except OSError:
+        return False
+
+
+def _continue_chain(run_dir: str, number: int, since: int) -> int:
+    """Return the attempt from which limits count: this job is one of several that take turns."""
+    before = folder_of(run_dir, number - 1)
+    if os.path.exists(os.path.join(run_dir, "cancel_requested")):
+        raise NothingToDo("cancelled; this job of the chain has nothing to do", 1)
+    reason = read(before + "/reason", 4096).strip()
+    if reason.partition(":")[0] in _LAST:
+        status = read(before + "/exit_status", 100).strip()
+        why = f"attempt {number - 1} was the last ({reason})"
+        raise NothingToDo(
+            f"{why}; this job of the chain has nothing to do",
+            int(status) if status.isdigit() else 1,
+        )
+    counted = read(before + "/since", 100).strip()
+    return int(counted) if counted.lstrip("-").isdigit() else since
+
+
+def is_cancelled(start: Start, attempt: Attempt) -> bool:
+    """Whether `toolkit cancel` has left a mark since the end of the previous attempt.
+
+    Its signal may have come while that attempt was being queued again.
+    """
+    folders = [attempt.run_dir, *([os.path.dirname(attempt.run_dir)] if start.point else [])]
+    before = folder_of(attempt.run_dir, attempt.number - 1)
+    answered = read(before + "/reason", 100).startswith("cancelled:")
+    for folder in folders:
+        mark = os.path.join(folder, "cancel_requested")
+        if start.restarts and not answered and _newer(mark, before + "/since"):
+            return True
+        ended = before + "/exit_status"
+        if (os.path.exists(ended) or start.mode != "continue") and _newer(mark, ended):
+            return True
+    return False
+
+
+def _newer(path: str, than: str) -> bool:
+    """Whether a file is there, and was changed after another one, if that is there."""
+    try:
+        changed_ns = os.stat(path).st_mtime_ns
+    except OSError:
+        return False
+    try:
+        return changed_ns > os.stat(than).st_mtime_ns
+    except OSError:
+        return True
+
+
+# ---- The attempt before
+
+
+def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, step: str) -> str:
+    """Write what the previous attempt could not; return its reason.
+
+    Its script was killed, or suspended, before it could. `step`: of outcome.json now.
+    """
+    folder = folder_of(attempt.run_dir, attempt.number - 1)
+    path = folder + "/reason"
+    reason = read(path, 4096).strip()
+    lines = _log_of(folder, log).read_on()
+    cause = job_log.cause_of_end(lines)
+    if not reason and cause in ("JOB", "PREEMPTION"):
+        said = {
+            "JOB": "requeued: by an operator",
+            "PREEMPTION": "preempted: Slurm has taken the nodes",
+        }
+        reason = f"{said[cause]}; {KILLED}"
+        _write(path, reason)
+    if reason.endswith("; deciding"):
+        reason = reason[: -len("deciding")] + KILLED
+        _write(path, reason)
+    killed = not reason or reason.endswith("; " + KILLED)
+    if not reason or reason.startswith("terminated:"):
+        reason = _after_a_kill(folder, reason, cause, slurm, lines)
+    if killed:
+        save_step(folder, step)
+    return reason
+
+
+def _after_a_kill(folder: str, reason: str, cause: str, slurm: Slurm, lines: Sequence[str]) -> str:
+    """Return the reason of a script that was killed: by the loss of a node, if one is down."""
+    nodes = read(folder + "/nodes", 1 << 20).split()
+    down: List[str] = slurm.down_nodes(",".join(nodes)) if nodes else []
+    if not down and cause == "NODE":
+        down = job_log.failed_nodes(lines)  # it may be back already
+    if reason and not down:
+        return reason
+    named = "down: " + " ".join(down)
+    if reason:
+        reason = f"node_failure: {named}; killed before it could say so"
+    else:
+        reason = "lost: the batch script was killed without a word" + (f"; {named}" if down else "")
+    _write(folder + "/reason", reason)
+    _write(folder + "/failing_node", "\n".join(down or nodes[:1]))
+    return reason
+
+
+def _log_of(folder: str, now: JobLog) -> JobLog:
+    begin, _, path = read(folder + "/log", 4096).rstrip("\n").partition(" ")
+    if not begin.isdigit():
+        return JobLog(os.devnull, 0)
+    return JobLog(path, int(begin), now.begin if path == now.path else None)
+
+
+def save_step(folder: str, step: str) -> None:
+    """Write the last step of an attempt; none if it is not known."""
+    if step:
+        _write(folder + "/step", step)
+    else:
+        _remove(folder + "/step")
+
+
+def _write(path: str, line: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(line + "\n")
+    except OSError:
+        pass  # the disk may be full
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.remove(path)

@@ -1,0 +1,84 @@
+"""Processes that the kernel has killed because memory ran out, and what ranks have used of it."""
+
+import os
+from typing import Dict, Iterable, Iterator, List, NamedTuple
+
+from .files import read
+
+CGROUPS = "/sys/fs/cgroup"
+
+_FILES = {"": ("", "memory.events"), "memory": ("/memory", "memory.oom_control")}
+"""By the controllers of a line in /proc/PID/cgroup, none in version 2: where the hierarchy is
+mounted, and the file with the kernel's counts (cgroups(7))."""
+
+
+def oom_kills(membership: str = "/proc/self/cgroup", mount: str = CGROUPS) -> int:
+    """Return how many processes of this process's cgroup were killed for want of memory.
+
+    Args:
+        membership: The file that names the cgroups of a process.
+        mount: Where the hierarchies are mounted. A container may see its own cgroup as their root.
+    """
+    kills = 0
+    for line in read(membership).split("\n"):
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon or controllers not in _FILES:
+            continue
+        place, name = _FILES[controllers]
+        counts = read(f"{mount}{place}{path}/{name}") or read(f"{mount}{place}/{name}")
+        kills += sum(_number(each[9:]) for each in counts.split("\n") if each[:9] == "oom_kill ")
+    return kills
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdigit() else 0
+
+
+# ---- What ranks use
+
+
+class Rank(NamedTuple):
+    """A process that torchrun has started, or one that a rank has started."""
+
+    pid: int
+    number: str
+    """Its RANK."""
+    restart: int
+    """How often torchrun has started the ranks again before this one."""
+
+
+def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
+    """Yield the ranks among the processes below others, as far as they can be looked into."""
+    for pid in _children(pids):
+        variables = _variables(pid)
+        if variables.get("RANK"):
+            restart = _number(variables.get("TORCHELASTIC_RESTART_COUNT", ""))
+            yield Rank(pid, variables["RANK"], restart)
+
+
+def peak_kb(pid: int) -> int:
+    """Return the most memory that a process has had, in KiB (VmHWM of proc(5)); 0 if unknown."""
+    for line in read(f"/proc/{pid}/status").split("\n"):
+        if line.startswith("VmHWM:"):
+            return _number(line[6:].rpartition("kB")[0])
+    return 0
+
+
+def _children(pids: Iterable[int]) -> Iterator[int]:
+    """Yield all processes below others: those that the first thread of each has started."""
+    waiting: List[int] = list(pids)
+    while waiting:
+        pid = waiting.pop()
+        below = [int(word) for word in read(f"/proc/{pid}/task/{pid}/children").split()]
+        yield from below
+        waiting += below
+
+
+def _variables(pid: int) -> Dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = os.fsdecode(file.read()).split("\0")
+    except OSError:  # it has ended, or is another user's
+        return {}
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}

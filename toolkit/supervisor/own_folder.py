@@ -1,0 +1,68 @@
+"""A folder of this process on the node's own disk, which no file server has to reach.
+
+A process that is killed leaves its folder behind. Each holds a file that is locked as long as its
+process lives, so that the next process on the node can tell, and removes what is left.
+"""
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from typing import Optional
+
+PLACE = "/tmp"
+_PREFIX, _LOCK = "supervisor.", "lock"
+
+
+class OwnFolder:
+    """The folder, once something has asked for it."""
+
+    def __init__(self, place: str = PLACE) -> None:
+        self._place, self._path = place, ""
+        self._lock: Optional[int] = None
+
+    @property
+    def made(self) -> str:
+        """The path of the folder; empty as long as nothing has asked for it."""
+        return self._path
+
+    def path(self, *names: str) -> str:
+        """Return the path of something in the folder.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        if not self._path:
+            remove_left_folders(self._place)
+            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=self._place)
+            self._lock = os.open(folder + "/new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # where there are no locks, nothing is removed
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(folder + "/new", os.path.join(folder, _LOCK))
+            self._path = folder
+        return os.path.join(self._path, *names)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        if self._path:
+            shutil.rmtree(self._path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._path, self._lock = "", None
+
+
+def remove_left_folders(place: str) -> None:
+    """Remove the folders of this user's processes that have ended without doing so."""
+    for folder in glob.glob(os.path.join(glob.escape(place), _PREFIX + "*")):
+        try:
+            if os.lstat(folder).st_uid != os.getuid():
+                continue
+            lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

@@ -1,0 +1,1 @@
+"""The facts and actions of a place that runs jobs."""

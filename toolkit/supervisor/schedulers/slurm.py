@@ -1,0 +1,220 @@
+"""Facts and actions of Slurm, by its own programs on the batch host.
+
+What these print is data: a site's wrapper or prolog may print lines before and after it. When Slurm
+ends a job, it may send SIGTERM to every process of its script: these programs get none.
+"""
+
+import re
+import signal
+import subprocess
+import time
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
+
+LIMIT_S = 60.0
+"""How long a program may take: a controller that is away answers late, or not at all."""
+
+_OUT_OF_USE = ("down", "drain", "drng", "fail", "unk")
+"""The beginnings of sinfo's short states of nodes that take no job."""
+
+
+class Answer(NamedTuple):
+    """What a program has said."""
+
+    status: int
+    """Its exit status; negative for a signal, 124 if it took too long."""
+    text: str
+
+
+def ask(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    limit_s: float = LIMIT_S,
+    stderr: Optional[int] = subprocess.DEVNULL,
+) -> Answer:
+    """Run a program without a SIGTERM from Slurm; return its exit status and what it prints."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=dict(environ),
+        )
+    except OSError:
+        return Answer(127, "")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        return Answer(124, text.decode("latin-1"))
+    return Answer(process.returncode, text.decode("latin-1"))
+
+
+class Job(NamedTuple):
+    """What `scontrol show job` says; fields are empty if it says nothing."""
+
+    state: str = ""
+    restarts: Optional[int] = None
+    began_s: int = 0
+    preempted_s: int = 0
+    """When Slurm has preempted it, perhaps in an earlier attempt; 0 for never."""
+    excluded: str = ""
+    """The nodes that it must not get, as a list of Slurm's."""
+    nodes: str = ""
+    node_count: Optional[int] = None
+
+
+def job_in(text: str) -> Job:
+    r"""Read the answer of `SLURM_TIME_FORMAT=%s scontrol -o show job`.
+
+    >>> job_in("Welcome!\nJobId=7 JobState=RUNNING Restarts=1 PreemptTime=None\n")[:4]
+    ('RUNNING', 1, 0, 0)
+    """
+    lines = [line for line in text.splitlines() if line.startswith("JobId=")]
+    found = dict(word.partition("=")[::2] for line in lines for word in line.split())
+    return Job(
+        state=found.get("JobState", ""),
+        restarts=_number(found.get("Restarts")),
+        began_s=_number(found.get("StartTime")) or 0,
+        preempted_s=_number(found.get("PreemptTime")) or 0,
+        excluded=_list(found.get("ExcNodeList")),
+        nodes=_list(found.get("NodeList")),
+        node_count=_number((found.get("NumNodes") or "").partition("-")[0]),
+    )
+
+
+def _number(text: Optional[str]) -> Optional[int]:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _list(text: Optional[str]) -> str:
+    return "" if text is None or text.startswith("(") else text
+
+
+class Slurm:
+    """The cluster, as a job's batch script sees it."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ: Dict[str, str] = dict(environ)
+        self.job_id = self.environ["SLURM_JOB_ID"]
+        self.job = self.job_id
+        """What Slurm's programs call the job: one task of an array may have the array's number."""
+        if self.job_id == self.environ.get("SLURM_ARRAY_JOB_ID"):
+            self.job = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**self.environ)
+        self.node_list = self.environ["SLURM_JOB_NODELIST"]
+
+    def _ask(self, *argv: str, **more: str) -> Answer:
+        return ask(argv, {**self.environ, **more})
+
+    def _order(self, *argv: str) -> bool:
+        """Run a program whose errors belong in the job's log; return whether it has succeeded."""
+        return ask(argv, self.environ, stderr=None).status == 0
+
+    # ---- The job
+
+    def show_job(self) -> Job:
+        """Return what the controller says about the job now."""
+        argv = ("scontrol", "-o", "show", "job", self.job)
+        return job_in(self._ask(*argv, SLURM_TIME_FORMAT="%s").text)
+
+    def queued_again(self, restarts: int) -> bool:
+        """Whether Slurm has queued the job again since its start number `restarts`."""
+        return (self.show_job().restarts or 0) > restarts
+
+    def requeue(self) -> bool:
+        """Queue the job again; return whether the controller has agreed. It ends this script."""
+        return self._order("scontrol", "requeue", self.job)
+
+    def is_there(self) -> bool:
+        """Whether the controller answers."""
+        return self._ask("scontrol", "ping").status == 0
+
+    def exclude(self, nodes: Iterable[str]) -> bool:
+        """Keep the job from nodes when it starts again."""
+        option = "excnodelist=" + ",".join(nodes)
+        return self._order("scontrol", "update", f"jobid={self.job}", option)
+
+    def signal_step(self, step: str) -> bool:
+        """Send SIGTERM to all processes of a step: srun itself answers SIGTERM with SIGKILL."""
+        return self._ask("scancel", "--signal=TERM", f"{self.job}.{step}").status == 0
+
+    def end_step(self, step: str) -> None:
+        """End a step by SIGTERM, and by SIGKILL after Slurm's KillWait."""
+        self._ask("scancel", f"{self.job}.{step}")
+
+    def empty_step(self) -> Optional[int]:
+        """Run a step that does nothing; return its number, if it tells."""
+        argv = ("srun", "--export=ALL", "--nodes=1", "--ntasks=1", "env")
+        found = re.findall("^SLURM_STEP_ID=([0-9]+)$", self._ask(*argv).text, re.MULTILINE)
+        return int(found[-1]) if found else None
+
+    # ---- Other jobs
+
+    def submit(self, *options_and_script: str) -> Optional[int]:
+        """Submit a job that inherits none of this job's variables; return its number."""
+        environ = {
+            name: value
+            for name, value in self.environ.items()
+            if not name.startswith("SLURM_") or name == "SLURM_CONF"
+        }
+        answer = ask(("sbatch", *options_and_script), environ, stderr=None)
+        found = re.findall("Submitted batch job ([0-9]+)", answer.text)
+        return int(found[-1]) if found and answer.status == 0 else None
+
+    def waiting_or_running(self, job_ids: Sequence[str]) -> List[str]:
+        """Return which of some jobs have not ended."""
+        argv = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "==%A==")
+        return re.findall("==([0-9]+)==", self._ask(*argv).text) if job_ids else []
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """Cancel jobs."""
+        self._ask("scancel", "--quiet", *job_ids)
+
+    # ---- Nodes
+
+    def hostnames(self, nodes: str) -> List[str]:
+        """Return the names in a list such as `n[1-3]`.
+
+        Asked twice: a program may die of what ends the job, and that may reach it first.
+        """
+        argv = ("scontrol", "show", "hostnames", f"begin-nodes,{nodes},end-nodes")
+        for _ in range(2):
+            lines = [line.strip() for line in self._ask(*argv).text.splitlines()]
+            if "begin-nodes" in lines and "end-nodes" in lines:
+                names = lines[lines.index("begin-nodes") + 1 : lines.index("end-nodes")]
+                if any(names):
+                    return [name for name in names if name]
+        return []
+
+    def down_nodes(self, nodes: str) -> List[str]:
+        """Return which nodes of a list are down or do not answer."""
+        argv = ("sinfo", "-h", "-N", "-n", nodes, "-t", "down,no_respond", "-o", "==%N==")
+        return sorted(set(re.findall("==([^=\n]+)==", self._ask(*argv).text)))
+
+    def count_other_nodes(self, without: Iterable[str]) -> int:
+        """Count the nodes that the job could have without some."""
+        partition = self.environ.get("SLURM_JOB_PARTITION", "")
+        argv = ("sinfo", "-h", "-N", "-p", partition, "-o", "==%N %t==")
+        states = re.findall("==([^= \n]+) ([^=\n]+)==", self._ask(*argv).text)
+        usable = {
+            node
+            for node, state in states
+            if not state.startswith(_OUT_OF_USE) and not state.endswith("*")
+        }
+        return len(usable - set(without))
+
+    def slurmd_began_s(self, node: str) -> Optional[float]:
+        """Return when a node's slurmd has started, in seconds since 1970; None if unknown."""
+        argv = ("scontrol", "-o", "show", "node", node)
+        text = self._ask(*argv, SLURM_TIME_FORMAT="standard").text
+        found = re.search(r"(?:^|\s)SlurmdStartTime=([0-9-]+T[0-9:]+)", text)
+        try:
+            return (
+                time.mktime(time.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S")) if found else None
+            )
+        except ValueError:
+            return None

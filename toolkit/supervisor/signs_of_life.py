@@ -1,0 +1,52 @@
+"""Nodes that have lost their power and are back, which Slurm can miss within SlurmdTimeout.
+
+Each node writes its clock into `alive-N` of the attempt's folder while its torchrun runs. If that
+stays as it is, the node's slurmd may be younger than the last sign.
+"""
+
+import os
+from typing import Callable, Collection, Dict, Optional, Sequence, Tuple
+
+from .evidence.files import read
+
+SILENT_LOOKS = 6
+"""After so many looks without a new sign, the node's slurmd is asked about, again and again."""
+
+_SIGNS_PER_LOOK = 64
+"""So many files are read in one look: of many nodes, each has its turn."""
+
+_LOOKS_OF_1000_NODES = 36
+"""Of more nodes, each shows less often that it lives: of 1,000, once a minute."""
+
+
+class SignsOfLife:
+    """The last signs of the nodes of an attempt."""
+
+    def __init__(
+        self, logs: str, nodes: Sequence[str], began_s: Callable[[str], Optional[float]]
+    ) -> None:
+        self.logs, self.nodes, self.began_s = logs, nodes, began_s
+        self._every = max(1, -(-len(nodes) // _SIGNS_PER_LOOK))
+        self._silent_looks = max(SILENT_LOOKS, len(nodes) * _LOOKS_OF_1000_NODES // 1000)
+        self._looks = 0
+        self._last: Dict[int, Tuple[str, int]] = {}
+
+    def look(self, ended: Collection[str]) -> Optional[int]:
+        """Return the number of a node that has restarted; those in `ended` are left out."""
+        self._looks += 1
+        for number in range(self._looks % self._every, len(self.nodes), self._every):
+            if str(number) in ended:
+                continue
+            sign = read(os.path.join(self.logs, f"alive-{number}"), 100).strip()
+            if not sign.isdigit():
+                continue
+            before, silent = self._last.get(number, ("", 0))
+            silent = silent + self._every if sign == before else self._every
+            self._last[number] = (sign, silent)
+            if silent % self._silent_looks < self._every and self._has_restarted(number, sign):
+                return number
+        return None
+
+    def _has_restarted(self, number: int, sign: str) -> bool:
+        began_s = self.began_s(self.nodes[number])
+        return began_s is not None and began_s >= int(sign)

@@ -1,0 +1,169 @@
+"""What the supervisor does with an attempt at every place: reasons, failures, notifications."""
+
+import contextlib
+import glob
+import os
+from types import MappingProxyType
+from typing import List, Mapping, NamedTuple, Optional, Sequence
+
+from .attempt import Attempt, folder_of
+from .evidence.files import open_regular, read
+from .evidence.first_error import Attempt as Starts
+from .evidence.first_error import Failure, from_line, last_failure
+from .evidence.repeated import Repetitions, earlier_alike
+from .notify import Event, Notifier, Receivers
+from .policy import Evidence, Limits, Verdict
+
+
+class Policy(NamedTuple):
+    """What a job wants when something fails, and what it needs to start."""
+
+    job: str
+    """The job's name."""
+    restarts: int
+    """Of the ranks, by torchrun."""
+    limits: Limits
+    grace_s: int
+    """How long a stop may take."""
+    stall: str = "never"
+    """Seconds without a step, or `learned`, after which ranks hang."""
+    protect_children: bool = False
+    """Whether child processes of a rank outlive a stop until the rank has ended."""
+    receivers: Receivers = Receivers()
+    needs: Sequence[str] = ()
+    """Files and folders that must exist."""
+    secrets: Sequence[str] = ()
+    """Variables that must be set."""
+    secret_files: Mapping[str, str] = MappingProxyType({})
+    """Files with the values of variables."""
+
+
+class Supervised(Evidence):
+    """An attempt, and the evidence that it leaves at any place."""
+
+    def __init__(self, policy: Policy, attempt: Attempt) -> None:
+        self.policy, self.attempt = policy, attempt
+        self.notifier = Notifier(policy.receivers, policy.job, attempt.run_dir)
+        self.compares = bool(policy.restarts or policy.limits.requeue)
+        self.repetitions = Repetitions(self.starts, self.torchruns)
+        self.error: Optional[Failure] = None
+        """The first error, if it was asked for."""
+        self.twice: Optional[Failure] = None
+        """A failure that has come twice, in this attempt or in an earlier one."""
+        self.earlier = ""
+        """The folder of the earlier attempt that has failed alike, if one has."""
+        self._stalls_told = 0
+
+    # ---- What people are told
+
+    def write_reason(self, verdict: Verdict, decision: str) -> str:
+        """Write why the attempt ends, and what follows; return the text."""
+        why = f"{verdict.why}; " if verdict.why else ""
+        text = f"{verdict.word}: {why}{decision}"
+        self.attempt.note("reason", text)
+        return text
+
+    def tell(self, event: str, word: str, text: str, tries: int) -> None:
+        """Send a notification of the attempt's end."""
+        claim = self.attempt.path("notified")
+        self.notifier.tell(claim, Event(event, word, text, self.attempt.number, tries))
+
+    def tell_stalls(self) -> None:
+        """Send what the watchdog has named: a file with one sentence for each stall."""
+        if "stall" not in self.policy.receivers.events:
+            return
+        path = self.attempt.path("watchdog/stall-")
+        while os.path.exists(f"{path}{self._stalls_told + 1}"):
+            self._stalls_told += 1
+            text = read(f"{path}{self._stalls_told}", 4096).strip()
+            event = Event("stall", "", f"stalls: {text}", self.attempt.number, tries=1)
+            self.notifier.tell(self.attempt.path(f"notified-{self._stalls_told}"), event)
+
+    # ---- Failures
+
+    def reports(self) -> Sequence[str]:
+        """Return the lines of torchrun's reports."""
+        raise NotImplementedError
+
+    def hosts(self) -> List[str]:
+        """Return the names of the nodes, which are no part of a failure."""
+        raise NotImplementedError
+
+    def starts(self) -> Starts:
+        """Return where the ranks have left what they know."""
+        return Starts(self.attempt.run_dir, self.attempt.number, self.hosts(), self.reports())
+
+    def torchruns(self) -> List[str]:
+        """Return the folders in which torchruns have the files of their ranks."""
+        return glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")
+
+    def repeated(self) -> Optional[Failure]:
+        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        self.twice = from_line(read(self.attempt.path("repeated"), 4096))
+        return self.twice
+
+    def raised(self) -> Optional[Failure]:
+        """The first error of the last start."""
+        self.error = last_failure(self.starts(), self.attempt.logs) if self.compares else None
+        return self.error
+
+    def failed_before(self) -> Optional[Failure]:
+        """The failure of this start, if an earlier start, of any attempt, failed alike."""
+        now = self.raised()
+        if now is not None:
+            self.attempt.note("first_error", now.line())
+        if not self.compares:
+            return None
+        self.twice = self.repetitions.in_job(all_ended=True)
+        if self.twice is None and now is not None:
+            numbers = range(self.attempt.number - 1, self.attempt.since - 1, -1)
+            folders = (folder_of(self.attempt.run_dir, number) for number in numbers)
+            files = (os.path.join(folder, "first_error") for folder in folders)
+            self.earlier = os.path.dirname(earlier_alike(now, files))
+            self.twice = now if self.earlier else None
+        return self.twice
+
+
+def lacks(policy: Policy) -> str:
+    """Return what a job lacks here; set the variables whose values are in files."""
+    for name in policy.needs:
+        if not os.path.exists(name):
+            return f"the folder of a mount is missing: {name}"
+    for name in policy.secrets:
+        if not os.environ.get(name):
+            return f"{name}: is a secret of this job; export it first"
+    for name, path in policy.secret_files.items():
+        try:
+            os.environ[name] = secret_in(path)
+        except ValueError as error:
+            return f"secret {name}: {error}"
+    return ""
+
+
+def preload_secrets(policy: Policy) -> None:
+    """Set the variables whose values are in files, as far as that is possible.
+
+    A notification may need one before `lacks` has told what is missing.
+    """
+    for name, path in policy.secret_files.items():
+        with contextlib.suppress(ValueError):
+            os.environ.setdefault(name, secret_in(path))
+
+
+def secret_in(path: str) -> str:
+    """Return the value in a file, without line breaks at its end.
+
+    Raises:
+        ValueError: it cannot be read, others may read it, or it is empty.
+    """
+    try:
+        with open_regular(os.path.expanduser(path)) as file:
+            mode, value = os.fstat(file.fileno()).st_mode, file.read(1 << 20)
+    except OSError:
+        raise ValueError(f"cannot read {path}") from None
+    if mode & 0o077:
+        raise ValueError(f"others may read {path}; chmod 600 it")
+    value = value.rstrip(b"\n")
+    if not value:
+        raise ValueError(f"{path} is empty")
+    return value.decode("utf-8", "surrogateescape")
