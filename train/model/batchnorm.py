@@ -157,7 +157,8 @@ class _Normalise(torch.autograd.Function):
         variance = (squares - mean.square()).clamp(min=0.0)
         inverse = (variance + eps).rsqrt().to(x.dtype).view(shape)
         normal = (x - mean.to(x.dtype).view(shape)) * inverse
-        output = normal if weight is None else normal * weight.to(x.dtype).view(shape)
+        # Never the tensor that is kept, since the next layer may work in place.
+        output = normal.clone() if weight is None else normal * weight.to(x.dtype).view(shape)
         if bias is not None:
             output = output + bias.to(x.dtype).view(shape)
         ctx.save_for_backward(normal, inverse, weight, count)

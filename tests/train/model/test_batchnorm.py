@@ -46,6 +46,8 @@ def network(dimensions: int) -> nn.Module:
         nn.ReLU(),
         convolution(3, 2, 1, bias=False),
         norm(2, affine=False),
+        # In place, which a norm must bear.
+        nn.LeakyReLU(0.5, inplace=True),
     )
     with torch.no_grad():
         model.get_parameter("1.weight").copy_(torch.tensor([1.0, -2.0, 0.5]))
