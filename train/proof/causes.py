@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..data.order import Batch
-from .comparison import Difference
+from .comparison import STEPS, Difference
 from .mixing import Snapshot
 
 UNKNOWN = (
@@ -23,8 +23,8 @@ UNKNOWN = (
 class Observations:
     """What is unusual about a model; each by the name of a parameter or buffer."""
 
-    frozen: tuple[str, ...] = ()
-    """Parameters that a new model does not train."""
+    thawed: tuple[str, ...] = ()
+    """Parameters that a new model does not train, and that it trains after some passes."""
     hooked: tuple[str, ...] = ()
     """Parameters with hooks on their gradients."""
     written: tuple[str, ...] = ()
@@ -36,20 +36,21 @@ class Observations:
 
 
 def observe(model: nn.Module, samples: Batch) -> Observations:
-    """Look at a new plain model, and at what a pass in training does to it; it stays as it was."""
+    """Look at a new plain model, and at what passes in training do to it."""
     parameters = dict(model.named_parameters())
-    frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
+    frozen = [name for name, p in parameters.items() if not p.requires_grad]
     values = {name: p.detach().clone() for name, p in parameters.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     saved = model.state_dict().keys()
     snapshot = Snapshot(model)
-    model.train()(samples.inputs)
+    for _ in range(STEPS):
+        model.train()(samples.inputs)
     written = tuple(name for name, p in parameters.items() if not p.equal(values[name]))
     now = dict(model.named_buffers())
     moved = [name for name, before in buffers.items() if not now[name].equal(before)]
     snapshot.put_back()
     return Observations(
-        frozen=frozen,
+        thawed=tuple(name for name in frozen if parameters[name].requires_grad),
         hooked=tuple(
             name
             for name, p in parameters.items()
@@ -69,11 +70,6 @@ def likeliest(difference: Difference, seen: Observations) -> str:
     name = difference.name
     if difference.kind == "optimizer state":
         name = name.rpartition("/")[0]
-    if name in seen.frozen and name not in seen.written:
-        return (
-            f"parameter {name!r} is frozen when the model is made, and trained from a later pass "
-            "on; have model() make it trainable, and detach() it in forward() until then"
-        )
     causes = list(_causes(difference, seen))
     for names, text in causes:
         if name in names:
@@ -82,6 +78,13 @@ def likeliest(difference: Difference, seen: Observations) -> str:
 
 
 def _causes(difference: Difference, seen: Observations) -> Iterator[tuple[Iterable[str], str]]:
+    if seen.thawed:
+        yield (
+            seen.thawed,
+            f"parameter {some(seen.thawed)} is frozen when the model is made, and trained from a "
+            "later pass on; have model() make it trainable, and detach() it in forward() until "
+            "then",
+        )
     if seen.written:
         yield (
             seen.written,

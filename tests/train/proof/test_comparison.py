@@ -126,7 +126,7 @@ CAUSES = {
         of("0.weight/exp_avg", "optimizer state"),
         "parameter '0.weight' has a",
     ),
-    "frozen": (proved.Thawed(), of("0.weight"), "parameter '0.weight' is frozen when"),
+    "frozen": (proved.Thawed(), of("0.weight"), "'1.linear.weight', '1.linear.bias' is frozen"),
     "not saved": (proved.Drifting(), of("the loss", "loss"), "moves buffer '1.ema', which is reg"),
     "counted": (proved.Counted(), of("1.seen", "buffer"), "each rank or micro-batch changes"),
     "unknown": (proved.Plain(), of("0.weight"), UNKNOWN),

@@ -49,15 +49,6 @@ class Plain(Task):
         return {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
-class Thawed(Plain):
-    """Its first layer is not trained at first."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.get_submodule("0").requires_grad_(False)
-        return model
-
-
 def with_layer(make: Callable[[], nn.Module]) -> type[Plain]:
     """Make a task whose model has something else between its layers."""
 
@@ -66,6 +57,21 @@ def with_layer(make: Callable[[], nn.Module]) -> type[Plain]:
             return make()
 
     return Made
+
+
+class Thaw(nn.Module):
+    """Is trained from the second pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.passes = nn.Linear(WIDTH, WIDTH).requires_grad_(False), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return self.linear.requires_grad_(self.passes > 1)(x)  # type: ignore[no-any-return]
+
+
+Thawed = with_layer(Thaw)
 
 
 # Right with every strategy.
