@@ -257,7 +257,7 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
     try:
         seen = observe(one.model(), batch)
         cause = likeliest(difference, seen)
-        if cause != UNKNOWN or difference.step != 1 or manner.apart:
+        if cause != UNKNOWN or not difference.step or manner.apart:
             return cause
         if cut.parts == 1:
             # Nothing splits the samples; but parts of a sequence have a loss each, too.
@@ -266,11 +266,15 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
             mixed = mixtures(other.task, model, few, synchronised=True, tolerance=tolerance)
             return f"{mixed[0].text}; {ADVICE[mixed[0].kind]}" if mixed else cause
         shares = trial.by_one_process(other, cut, apart=True)
-        state, start = shares.step(), shares.model()
+        start = shares.model()
+        for _ in range(difference.step):
+            state = shares.step()
         bounds = Bounds.of(manner.epsilon)
         assert found.state is not None
         if (
-            first_difference(found.state, state, start, step=1, bounds=bounds, parameters=())
+            first_difference(
+                found.state, state, start, step=difference.step, bounds=bounds, parameters=()
+            )
             is None
         ):
             if seen.moved and cut.micro_batches > 1:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,6 +108,13 @@ def test_stages_with_a_part_of_each_sequence_need_no_model_on_meta(pool: Pool) -
     layout = layout_of("--pp", "2", "--pp-schedule", "1F1B", *THREE, "--cp", "2")
     judged = judge(Draw(model=model, layout=LAYOUTS[layout]), pool)
     assert judged.kept == "equal", judged
+
+
+def test_a_branch_on_the_batch_is_named_in_whatever_step_it_differs(pool: Pool) -> None:
+    model = Model(blocks=(("layer norm",), ("mlp",), ("linear", "branch on data")), inputs="pair")
+    layout = layout_of("--strategy", "fsdp", "--meta-init")
+    judged = judge(Draw(model=model, layout=LAYOUTS[layout]), pool)
+    assert re.search(r"loss of step [23] .* layer-mixes-samples", judged.output), judged
 
 
 def test_naming_the_dropout_layers_leaves_a_model_that_the_task_holds_alone(pool: Pool) -> None:
