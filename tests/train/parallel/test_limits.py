@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.train.support.changed import changed
 from tests.train.support.ladder import Case, climb
 from tests.train.support.making import refusal, trainer_for
 from tests.train.support.ranks import on_ranks
@@ -92,18 +93,6 @@ class Checkpointing(nn.Linear):
         return outputs
 
 
-def deep_with(change: Callable[[nn.Module], object]) -> type[Deep]:
-    """Make a task whose model is changed after it was made."""
-
-    class Changed(Deep):
-        def model(self) -> nn.Module:
-            model = super().model()
-            change(model)
-            return model
-
-    return Changed
-
-
 def tie(model: nn.Module) -> None:
     """Tie the first and the last of three layers that are a stage, of twelve."""
     for number in range(4, 12):
@@ -115,14 +104,14 @@ def extra(value: Tensor) -> Callable[[nn.Module], object]:
     return lambda model: model.get_submodule("2").register_parameter("extra", nn.Parameter(value))
 
 
-Parametrized = deep_with(lambda model: parametrizations.weight_norm(model.get_submodule("1")))
-Mixed = deep_with(extra(torch.zeros(4, dtype=torch.float16)))
-Hollow = deep_with(extra(torch.zeros(0, 4)))
-Hooked = deep_with(lambda model: model.set_submodule("1", Hooking(4, 4)))
-Tied = deep_with(tie)
-Repeating = deep_with(lambda model: model.set_submodule("1", Checkpointing(4, 4)))
-Watched = deep_with(
-    lambda model: model.get_submodule("1").register_full_backward_hook(lambda *_: None)
+Parametrized = changed(Deep, lambda model: parametrizations.weight_norm(model.get_submodule("1")))
+Mixed = changed(Deep, extra(torch.zeros(4, dtype=torch.float16)))
+Hollow = changed(Deep, extra(torch.zeros(0, 4)))
+Hooked = changed(Deep, lambda model: model.set_submodule("1", Hooking(4, 4)))
+Tied = changed(Deep, tie)
+Repeating = changed(Deep, lambda model: model.set_submodule("1", Checkpointing(4, 4)))
+Watched = changed(
+    Deep, lambda model: model.get_submodule("1").register_full_backward_hook(lambda *_: None)
 )
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from tests.train.support import proved
+from tests.train.support.changed import changed
 
 WIDTH = proved.WIDTH
 
@@ -56,15 +57,9 @@ class Kind(proved.Plain):
 def kind(change: Callable[[Net], object], **cut: ParallelStyle) -> type[Kind]:
     """Make a task whose net is changed, and cut otherwise if some layers are named."""
 
-    class Changed(Kind):
-        plan = {name.replace("_", "."): style for name, style in cut.items()} or Kind.plan
-
-        def model(self) -> nn.Module:
-            net = Net()
-            change(net)
-            return net
-
-    return Changed
+    task = changed(Kind, change)
+    task.plan = {name.replace("_", "."): style for name, style in cut.items()} or Kind.plan
+    return task
 
 
 # Hooks on parameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.train.support.changed import changed
 from train.data.order import Batch
 from train.layers import CausalAttention
 from train.tasks.base import Task
@@ -21,31 +22,24 @@ if TYPE_CHECKING:
 SAMPLES, FEATURES, CLASSES = 48, 6, 4
 
 
-class Tied(Chars):
-    """The matrix that scores symbols is the one that describes them."""
+class Small(Chars):
+    layers = 2
 
     def __init__(self) -> None:
-        super().__init__(Sizes(width=16, heads=4, layers=2))
+        super().__init__(Sizes(width=16, heads=4, layers=self.layers))
+
+
+class Deeper(Small):
+    layers = 3
+
+
+class Tied(Small):
+    """The matrix that scores symbols is the one that describes them."""
 
     def model(self) -> nn.Module:
         model = Transformer(self.sizes)
         model.head.project.weight = model.embed.symbols.weight
         return model
-
-
-def language(change: Callable[[Transformer], object], *, layers: int = 2) -> type[Chars]:
-    """Make a small language model that is changed after it was made."""
-
-    class Changed(Chars):
-        def __init__(self) -> None:
-            super().__init__(Sizes(width=16, heads=4, layers=layers))
-
-        def model(self) -> nn.Module:
-            model = Transformer(self.sizes)
-            change(model)
-            return model
-
-    return Changed
 
 
 class Scaled(CausalAttention):
@@ -88,8 +82,9 @@ def widen(model: Transformer) -> None:
         block.feed[0], block.feed[2] = nn.Linear(16, 11), nn.Linear(11, 16)
 
 
-SharedBlocks = language(share, layers=3)
-FrozenNorms, HiddenTie, LeftOut, Uneven = map(language, (freeze, hide, scale, widen))
+SharedBlocks = changed(Deeper, share)
+FrozenNorms, HiddenTie = changed(Small, freeze), changed(Small, hide)
+LeftOut, Uneven = changed(Small, scale), changed(Small, widen)
 
 
 class TiedAcrossCuts(Tied):
