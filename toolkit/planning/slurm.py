@@ -136,11 +136,6 @@ class SlurmPlan(plans.LaunchPlan):
         return self.image if self.image is not None and self.image.startswith("/") else None
 
     @property
-    def image_is_local(self) -> bool:
-        """Whether the image is only in podman's own store, so that nothing can be pulled."""
-        return self.image is not None and self.image.startswith("localhost/")
-
-    @property
     def supervisor(self) -> str | None:
         """The file with the supervisor; None where it is carried, or installed with the toolkit."""
         place = self.profile.supervisor

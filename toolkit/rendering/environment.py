@@ -42,9 +42,8 @@ def templates_folder() -> Path:
 
 
 def our_loader() -> jinja2.BaseLoader:
-    """Return where our own templates come from: the programs of the watchdog are no templates."""
-    supervisor = Path(__file__).parent.parent / "supervisor"
-    return jinja2.FileSystemLoader([templates_folder(), supervisor])
+    """Return where our own templates come from."""
+    return jinja2.FileSystemLoader(templates_folder())
 
 
 class _BytecodeCache(jinja2.FileSystemBytecodeCache):

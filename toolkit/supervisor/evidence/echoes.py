@@ -1,7 +1,7 @@
 """Messages of a rank that has only lost another one, so that they name no cause.
 
-Two programs import nothing of the toolkit and hold copies, which a test compares: `train/errors.py`
-and `templates/common/first_error.sh`. `toolkit/functions/worker.py` finds the list in `call.json`.
+`train/errors.py` imports nothing of the toolkit and holds a copy, which a test compares.
+`toolkit/functions/worker.py` finds the list in `call.json`.
 """
 
 ECHOES = (
