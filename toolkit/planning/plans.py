@@ -126,16 +126,6 @@ class LaunchPlan:
         return name_attempt(self.entry)
 
     @property
-    def restarts_in_job(self) -> bool:
-        """Whether torchrun may restart the workers twice or more: two starts may fail alike."""
-        return self.job.retries.in_job > 1
-
-    @property
-    def compares_failures(self) -> bool:
-        """Whether there can be an earlier failure to compare with."""
-        return bool(self.job.retries.in_job or self.job.retries.requeue)
-
-    @property
     def takes_turns(self) -> bool:
         """Whether several jobs may continue one run in turn with this script: a chain."""
         return False
@@ -143,7 +133,7 @@ class LaunchPlan:
     @property
     def starts_once(self) -> bool:
         """Whether nothing starts the ranks again: neither torchrun, nor Slurm, nor another job."""
-        return not (self.compares_failures or self.takes_turns)
+        return not (self.job.retries.in_job or self.job.retries.requeue or self.takes_turns)
 
     @property
     def watchdog(self) -> str:
@@ -164,29 +154,9 @@ class LaunchPlan:
         return self.job.stop.protect_children
 
     @property
-    def prepares_ranks(self) -> bool:
-        """Whether start.sh starts torchrun, and has its ranks prepared before the script."""
-        return bool(self.watchdog) or self.protects_children
-
-    @property
     def log_pattern(self) -> str | None:
         """What finds steps in the output of a rank; None if the job leaves that out."""
         return self.job.log_pattern
-
-    @property
-    def tells_stalls(self) -> bool:
-        """Whether the script sends a notification when the watchdog has named a stall."""
-        return bool(self.watchdog) and is_told(self.notify, "stall")
-
-    @property
-    def has_limits(self) -> bool:
-        """Whether the script counts the attempts before it."""
-        return self.job.retries.requeue > 0 or self.takes_turns
-
-    @property
-    def counts_attempts(self) -> bool:
-        """Whether each start is an attempt with a folder of its own."""
-        return True
 
     @property
     def stop_timeout_s(self) -> int:

@@ -1,6 +1,6 @@
 """Notifications of the ends that a run's own script could not send.
 
-A script sends its notifications itself (templates/common/notify.sh.j2). For a script that was
+An attempt's supervisor sends its notifications (supervisor/notify.py). For one that was
 killed, with its node for example, `wait` sends the last one. The file `notified-end.json` in the
 attempt's folder can be made only once: the process that makes it sends the notification.
 """

@@ -16,7 +16,7 @@ import traceback
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from . import batch_opening, elastic
-from .attempt import Attempt, Refused, folder_of
+from .attempt import Attempt, Refused, folder_of, with_number
 from .batch_evidence import BY_SIGNAL, NOT_REACHED, JobEvidence, Nodes
 from .batch_opening import Failed, NothingToDo, Start
 from .batch_watch import STOP_MARGIN_S, Watch
@@ -39,7 +39,7 @@ from .policy import (
 )
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
-from .supervised import Policy, filled_in, lacks, preload_secrets
+from .supervised import Policy, lacks, preload_secrets
 
 AGAIN = "queued again"
 STOPS = {signal.SIGUSR1: "walltime", signal.SIGUSR2: "cancelled"}
@@ -215,7 +215,7 @@ def step_argv(command: Sequence[str], logs: str, meeting: Meeting, *more: str) -
     """
     words = list(command)
     end = words.index("--") if "--" in words else len(words)
-    torchrun = [filled_in(word, meeting.attempt) for word in words[end + 1 :]]
+    torchrun = [with_number(word, meeting.attempt) for word in words[end + 1 :]]
     own = [
         f"--rdzv-endpoint={meeting.endpoint}",
         f"--rdzv-id={meeting.job}-{meeting.attempt}",
@@ -389,8 +389,6 @@ class Batch(JobEvidence):
         watch = Watch(self)
         self.srun = subprocess.Popen(self.argv(), stdin=subprocess.DEVNULL, env=self.environ())
         try:
-            if self._is_stopped():  # a signal came while srun was being started
-                self.srun.terminate()
             while self.srun.poll() is None:
                 self.signals.wait(watch.tick_in_s(time.monotonic()))
                 self.heed_signals()

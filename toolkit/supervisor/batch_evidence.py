@@ -263,7 +263,7 @@ class JobEvidence(Supervised):
         return Verdict("retryable", in_words(self.twice))
 
     def _may_be_at_fault(self, node: str, twice: Failure) -> bool:
-        if self.earlier and _first_line(self.earlier.folder + "/failing_node") != node:
+        if self.earlier and _first_line(self.earlier + "/failing_node") != node:
             return False
         for number in range(max(self.attempt.since, 0), self.attempt.number):
             if os.path.exists(folder_of(self.attempt.run_dir, number) + "/once_more"):

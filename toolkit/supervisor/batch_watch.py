@@ -139,7 +139,7 @@ class Watch:
         if batch.policy.restarts and batch.marks.of("oom"):
             batch.stop_step("out_of_memory")
         elif batch.policy.restarts > 1 and self._may_be_repeated():
-            failure = batch.repetitions.in_job(all_ended=False)
+            failure = batch.repeats.look(all_ended=False)
             if failure is not None:  # torchrun would start the ranks a third time
                 batch.attempt.note("repeated", failure.line())
                 batch.stop_step("repeated")

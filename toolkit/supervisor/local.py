@@ -14,14 +14,14 @@ import sys
 import time
 from typing import List, NamedTuple, Optional, Sequence
 
-from .attempt import Attempt, Refused, open_attempt
+from .attempt import Attempt, Refused, open_attempt, with_number
 from .evidence.files import read
 from .evidence.outcome import read_outcome
 from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, report_lines
 from .policy import NO_PROGRESS_STATUS, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
-from .supervised import Policy, Supervised, filled_in, lacks
+from .supervised import Policy, Supervised, lacks
 from .watchdog_files import write_watchdog
 
 AGAIN = "started again"
@@ -86,7 +86,7 @@ class LocalAttempt(Supervised):
         while self.children.look():
             self._heed_signals()
             if self.policy.restarts > 1 and not self.stopping:
-                failure = self.repetitions.in_job(all_ended=False)
+                failure = self.repeats.look(all_ended=False)
                 if failure is not None:  # torchrun would start the workers again
                     self.attempt.write("repeated", failure.line())
                     self.children.status = self.children.status or 1
@@ -124,7 +124,7 @@ class LocalAttempt(Supervised):
             "TRAIN_ATTEMPT": str(attempt.number),
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
         }
-        words = [filled_in(word, attempt.number) for word in options.command]
+        words = [with_number(word, attempt.number) for word in options.command]
         port = free_port(*options.ports)
         for node, devices in enumerate(options.devices):
             self._heed_signals()

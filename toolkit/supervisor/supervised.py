@@ -1,16 +1,16 @@
 """What the supervisor does with an attempt at every place: reasons, failures, notifications."""
 
 import contextlib
+import glob
 import os
-import re
 from types import MappingProxyType
 from typing import List, Mapping, NamedTuple, Optional, Sequence
 
-from .attempt import Attempt
+from .attempt import Attempt, folder_of
 from .evidence.files import open_regular, read
 from .evidence.first_error import Attempt as Starts
-from .evidence.first_error import Failure, from_line
-from .evidence.repeated import Earlier, Repetitions
+from .evidence.first_error import Failure, from_line, last_failure
+from .evidence.repeats import RepeatedStarts, earlier_alike
 from .notify import Event, Notifier, Receivers
 from .policy import Evidence, Limits, Verdict
 
@@ -45,13 +45,13 @@ class Supervised(Evidence):
         self.policy, self.attempt = policy, attempt
         self.notifier = Notifier(policy.receivers, policy.job, attempt.run_dir)
         self.compares = bool(policy.restarts or policy.limits.requeue)
-        self.repetitions = Repetitions(attempt.logs, attempt.since, self.starts)
+        self.repeats = RepeatedStarts(self.torchruns, self.starts)
         self.error: Optional[Failure] = None
         """The first error, if it was asked for."""
         self.twice: Optional[Failure] = None
         """A failure that has come twice, in this attempt or in an earlier one."""
-        self.earlier: Optional[Earlier] = None
-        """The earlier attempt that has failed alike, if one has."""
+        self.earlier = ""
+        """The folder of the earlier attempt that has failed alike, if one has."""
         self._stalls_told = 0
 
     # ---- What people are told
@@ -89,6 +89,10 @@ class Supervised(Evidence):
         """Return the names of the nodes, which are no part of a failure."""
         raise NotImplementedError
 
+    def torchruns(self) -> List[str]:
+        """Return the folders of all torchruns of the attempt."""
+        return glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")
+
     def starts(self) -> Starts:
         """Return where the ranks have left what they know."""
         return Starts(self.attempt.run_dir, self.attempt.number, self.hosts(), self.reports())
@@ -100,7 +104,7 @@ class Supervised(Evidence):
 
     def raised(self) -> Optional[Failure]:
         """The first error of the last start."""
-        self.error = self.repetitions.last() if self.compares else None
+        self.error = last_failure(self.starts(), self.attempt.logs) if self.compares else None
         return self.error
 
     def failed_before(self) -> Optional[Failure]:
@@ -110,10 +114,13 @@ class Supervised(Evidence):
             self.attempt.note("first_error", now.line())
         if not self.compares:
             return None
-        self.twice = self.repetitions.in_job(all_ended=True)
+        self.twice = self.repeats.look(all_ended=True)
         if self.twice is None and now is not None:
-            self.earlier = self.repetitions.in_earlier_attempt(now)
-            self.twice = now if self.earlier else None
+            numbers = range(self.attempt.number - 1, self.attempt.since - 1, -1)
+            folders = (folder_of(self.attempt.run_dir, number) for number in numbers)
+            found = earlier_alike(now, (folder + "/first_error" for folder in folders))
+            self.earlier = os.path.dirname(found)
+            self.twice = now if found else None
         return self.twice
 
 
@@ -141,11 +148,6 @@ def preload_secrets(policy: Policy) -> None:
     for name, path in policy.secret_files.items():
         with contextlib.suppress(ValueError):
             os.environ.setdefault(name, secret_in(path))
-
-
-def filled_in(word: str, attempt: int) -> str:
-    """Return a word of the command with the attempt's number in it."""
-    return re.sub(r"(?<!\$)\$\{TRAIN_ATTEMPT\}", str(attempt), word)
 
 
 def secret_in(path: str) -> str:

@@ -1,29 +1,17 @@
-"""One list of messages that only report the loss of another rank, in three places."""
+"""One list of messages that only report the loss of another rank, in two places."""
 
 import doctest
-import re
 
 import pytest
 
-from tests.conftest import ROOT
 from toolkit.functions import worker
 from toolkit.runs import failure
 from toolkit.supervisor.evidence import echoes
 from train import errors
 
 
-def in_the_scripts(name: str) -> str:
-    """Return a pattern of the scripts' awk."""
-    text = (ROOT / "templates/common/first_error.sh").read_text()
-    lines = re.search(rf'\b{name} = ((?:"[^"]*"[ \\\n]*)+)', text)
-    assert lines is not None
-    return "".join(re.findall(r'"([^"]*)"', lines[1]))
-
-
 def test_all_programs_hold_the_same_list() -> None:
     assert (errors.ECHOES, errors.NO_ECHOES) == (echoes.ECHOES, echoes.NO_ECHOES)
-    assert in_the_scripts("peer") == "|".join(echoes.ECHOES)
-    assert in_the_scripts("own") == echoes.NO_ECHOES
 
 
 @pytest.mark.parametrize(

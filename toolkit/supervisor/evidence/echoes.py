@@ -1,7 +1,7 @@
 """Messages of a rank that has only lost another one, so that they name no cause.
 
-Two programs import nothing of the toolkit and hold copies, which a test compares: `train/errors.py`
-and `templates/common/first_error.sh`. `toolkit/functions/worker.py` finds the list in `call.json`.
+`train/errors.py`, which imports nothing of the toolkit, holds a copy, which a test compares.
+`toolkit/functions/worker.py` finds the list in `call.json`.
 """
 
 ECHOES = (
@@ -23,7 +23,7 @@ ECHOES = (
     "another rank went away",
     "^the same as (rank [0-9]+|another rank)",
 )
-"""Regular expressions over lower-case text, which Python and awk read alike: gloo's, NCCL's and
+"""Regular expressions over lower-case text: gloo's, NCCL's and
 torch's messages of a lost connection, and those of `train/`."""
 
 NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"

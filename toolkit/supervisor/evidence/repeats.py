@@ -47,17 +47,20 @@ class RepeatedStarts:
         return self._echo if all_ended or late else None
 
 
-def failed_as_before(now: Optional[Failure], earlier: Iterable[str]) -> Optional[Failure]:
-    """Return a failure if an earlier start has failed alike.
+def earlier_alike(now: Failure, earlier: Iterable[str]) -> str:
+    """Return which earlier start has failed as this one; empty if none has.
 
     `earlier`: the files `first_error` of earlier starts, the last one first.
     """
-    if now is None:
-        return None
     for path in earlier:
         if alike(from_line(read(path, 4096)), now, in_a_row=True):
-            return now
+            return path
         # Where no step is known, the starts in between may have made progress.
         if now.kind != "fault" and not now.step[:1].isdigit():
             break
-    return None
+    return ""
+
+
+def failed_as_before(now: Optional[Failure], earlier: Iterable[str]) -> Optional[Failure]:
+    """Return a failure if an earlier start has failed alike."""
+    return now if now and earlier_alike(now, earlier) else None
