@@ -389,8 +389,6 @@ class Batch(JobEvidence):
         watch = Watch(self)
         self.srun = subprocess.Popen(self.argv(), stdin=subprocess.DEVNULL, env=self.environ())
         try:
-            if self._is_stopped():  # a signal came while srun was being started
-                self.srun.terminate()
             while self.srun.poll() is None:
                 self.signals.wait(watch.tick_in_s(time.monotonic()))
                 self.heed_signals()

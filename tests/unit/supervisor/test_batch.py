@@ -1,5 +1,6 @@
 """The program on Slurm's batch host, as a process: signals, files, exit statuses."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_a_script_that_is_killed_soon_after_slurms_term_has_said_why(role: Role)
     role.wait(process, lambda: role.path("reason").exists() and role.text("reason") == reason)
     process.kill()
     process.wait()
-    os.kill(int((role.state / "srun").read_text()), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((role.state / "srun").read_text()), signal.SIGKILL)
     assert role.text("failing_node") == "n2"
 
 

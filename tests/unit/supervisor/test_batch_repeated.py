@@ -338,3 +338,31 @@ def test_the_status_that_torchrun_observed_first_is_compared(job: Job) -> None:
     other = KILLED.format("n1", 3).replace("Root Cause (first observed failure)", "Failures")
     ends(job, step=5, report=other + KILLED.format("n1", 7))
     assert (job.folder(0) / "first_error").read_text() == "bare\t5\texit status 7\n"
+
+
+# ---- When words are the same
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ('at 0x7f01aB of "it"', 'at 0x* of "it"'),
+        ("pid 7, process 8: Thread-9", "pid *, process *: Thread-*"),
+        ("[10.0.0.1]:4711 and localhost:29500", "[*]:* and localhost:*"),
+        ("at 2026-11-22 10:11:12,55", "at * *"),
+        ("after 1800012ms of 30.5 s; 5 samples, 20 vs 16", "after * s of * s; 5 samples, 20 vs 16"),
+        ("/tmp/tmpab_1x/f of logs/attempt-3/node-1/7-0_zz/x", "/tmp/tmp*/f of logs/attempt-*"),
+        ("host n1, n2.site, n12", "host *, *.site, n12"),
+        ("cuda:3 of rank 2", "cuda:* of rank *"),
+        ("id 0a1b2c3d4e5f, words deadbeef 12345678", "id *, words deadbeef 12345678"),
+        ("C:\\n is no line", "C:\\n is no line"),
+        ("step 7 of 9", "step 7 of 9"),
+    ],
+)
+def test_what_differs_from_start_to_start_is_not_the_failure(
+    job: Job, words: str, kept: str
+) -> None:
+    raised(job, words)
+    ends(job)
+    first_error = (job.folder(0) / "first_error").read_text()
+    assert first_error == f"error\t-\t{kept}\n"
