@@ -65,7 +65,7 @@ class Kubelet:
         self.environ = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         self.supervisor = folder / "supervisor"
         self.supervisor.mkdir()
-        (self.supervisor / payload.FILE).write_bytes(payload.archive())
+        (self.supervisor / payload.FILE).write_bytes(payload.archive("kubernetes"))
         self.played: list[Path] = []
 
     def __enter__(self) -> "Kubelet":

@@ -1,16 +1,19 @@
 """The supervisor as one file that scripts and manifests carry: a zip archive that Python executes.
 
-The archive holds the sources of `toolkit/supervisor` as they are, and the same sources give the
-same bytes.
+The archive holds the modules of `toolkit/supervisor` that a place needs, without comments and
+docstrings, line by line as they are otherwise: tracebacks name the lines of the sources. The same
+sources give the same bytes.
 """
 
+import ast
 import base64
 import functools
 import hashlib
 import io
 import re
+import tokenize
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,12 +37,20 @@ sys.exit(main())
 """
 
 
+ROLES = {"slurm": ("batch", "node"), "kubernetes": ("pod",), "local": ("local",)}
+"""The roles that the supervisor has at each kind of site."""
+
+
 class Payload:
     """The supervisor as templates see it; it is packed when a template first needs it."""
 
+    def __init__(self, kind: str) -> None:
+        """Prepare the supervisor for a kind of site."""
+        self._kind = kind
+
     @functools.cached_property
     def _archive(self) -> bytes:
-        return archive()
+        return archive(self._kind)
 
     @property
     def sha256(self) -> str:
@@ -63,15 +74,23 @@ class Carried(NamedTuple):
     """Whether it is that of this version of the toolkit, byte by byte."""
 
 
-PAYLOAD = Payload()
-"""The supervisor of this version of the toolkit."""
+PAYLOADS = {kind: Payload(kind) for kind in ROLES}
+"""The supervisor of this version of the toolkit, by the kind of site."""
 
 
-def archive() -> bytes:
-    """Return the archive: `python3 -Iu supervisor.pyz ROLE …` runs it."""
+def archive(kind: str) -> bytes:
+    """Return the archive for a kind of site: `python3 -Iu supervisor.pyz ROLE …` runs it."""
     folder = Path(__file__).parent.parent / "supervisor"
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".sh"))
-    sources = {f"supervisor/{path.relative_to(folder)}": path.read_bytes() for path in paths}
+    wanted = {folder / "__init__.py", folder / "__main__.py", *folder.glob("*.sh")}
+    wanted |= {path for path in folder.glob("watchdog/*") if path.suffix in (".py", ".sh")}
+    unread = [folder / "notify.py", folder / "supervised.py"]
+    unread += [folder / f"{role}.py" for role in ROLES[kind]]
+    while unread:
+        path = unread.pop()
+        if path not in wanted:
+            wanted.add(path)
+            unread += _imported(path)
+    sources = {f"supervisor/{path.relative_to(folder)}": _bare(path) for path in sorted(wanted)}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
         for name, source in {"__main__.py": _MAIN.encode(), **sources}.items():
@@ -80,6 +99,43 @@ def archive() -> bytes:
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             file.writestr(entry, source)
     return packed.getvalue()
+
+
+def _imported(path: Path) -> Iterator[Path]:
+    """Yield the modules of the package that one of them imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        if folder.is_dir():
+            names = ["__init__", *(alias.name for alias in node.names)]
+            yield from (module for name in names if (module := folder / f"{name}.py").is_file())
+        else:
+            yield folder.with_suffix(".py")
+            yield from (one for one in [folder.parent / "__init__.py"] if one.is_file())
+
+
+def _bare(path: Path) -> bytes:
+    """Return a source without comments and docstrings, and with the same number of lines."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return source.encode()
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        for one in (
+            getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+        ):
+            constant = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+            if constant and isinstance(one.value.value, str):
+                assert one.end_lineno is not None
+                lines[one.lineno - 1 : one.end_lineno] = [""] * (one.end_lineno - one.lineno + 1)
+                if len(node.body) == 1:
+                    lines[one.lineno - 1] = " " * one.col_offset + "pass"
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        row, column = token.start
+        if token.type == tokenize.COMMENT and lines[row - 1]:
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def folded(text: str) -> str:
@@ -127,4 +183,4 @@ def carried_supervisor(path: Path) -> Carried:
         name for name in sources if not re.fullmatch(r"[a-z_]+(/[a-z_]+)*\.(py|sh)", name)
     ]:
         raise InputError(f"{path}: the archive is none of ours: it holds {strange[0]!r}")
-    return Carried(hashlib.sha256(content).hexdigest(), sources, content == archive())
+    return Carried(hashlib.sha256(content).hexdigest(), sources, content in map(archive, ROLES))

@@ -24,7 +24,7 @@ from toolkit.errors import InputError, Problem, RenderError
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.plans import LaunchPlan
 from toolkit.rendering.environment import templates_folder
-from toolkit.rendering.payload import PAYLOAD
+from toolkit.rendering.payload import PAYLOADS
 
 CPU_S = 5
 """CPU seconds that the templates of a folder may take for a script or manifest."""
@@ -56,11 +56,12 @@ def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
         RenderError: the first mistake in the templates, with its line, or a limit that was reached.
     """
     _require_template(folder, plans[0].template)
+    packed = PAYLOADS[plans[0].profile.kind]
     request = {
         "folder": str(folder),
         "template": plans[0].template,
         "version": __version__,
-        "supervisor": {"sha256": PAYLOAD.sha256, "base64": PAYLOAD.base64},
+        "supervisor": {"sha256": packed.sha256, "base64": packed.base64},
         "plans": list(map(plain, plans)),
         "cpu_s": min(CPU_S + len(plans) // _PLANS_PER_CPU_S, _MOST_CPU_S),
     }

@@ -5,8 +5,6 @@ import os
 import sys
 from typing import List, Optional
 
-from . import batch, local, node, pod
-from .containers import NOT_STARTED, Container
 from .notify import Receivers
 from .policy import Limits
 from .supervised import Policy
@@ -43,6 +41,8 @@ def _add_local(role: argparse.ArgumentParser) -> None:
 
 
 def _local(given: argparse.Namespace, command: List[str]) -> int:
+    from . import local  # each place has the modules of its own roles alone
+
     first, _, count = given.ports.partition("+")
     return local.main(
         local.Options(
@@ -72,6 +72,8 @@ def _add_pod(role: argparse.ArgumentParser) -> None:
 
 
 def _pod(given: argparse.Namespace, command: List[str]) -> int:
+    from . import pod
+
     return pod.main(
         pod.Options(
             command=command,
@@ -109,6 +111,8 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
 
 
 def _batch(given: argparse.Namespace, command: List[str]) -> int:
+    from . import batch
+
     first, _, count = given.ports.partition("+")
     return batch.main(
         batch.Options(
@@ -145,7 +149,7 @@ def _add_node(role: argparse.ArgumentParser) -> None:
     role.add_argument("--elastic", action="store_true", help="the others go on without this node")
     role.add_argument("--joins", action="store_true", help="a job of its own that joins a run")
     role.add_argument("--restarts", type=int, default=0, help="of torchrun on this node alone")
-    role.add_argument("--runtime", default="bare", choices=["bare", *NOT_STARTED])
+    role.add_argument("--runtime", default="bare", choices=["bare", "apptainer", "podman"])
     role.add_argument("--image", default="")
     role.add_argument("--name", default="torchrun", help="the container's, and a number")
     role.add_argument("--mount", action="append", default=[], help="SOURCE:TARGET[:ro]")
@@ -157,6 +161,9 @@ def _add_node(role: argparse.ArgumentParser) -> None:
 
 
 def _node(given: argparse.Namespace, command: List[str]) -> int:
+    from . import node
+    from .containers import Container
+
     container = Container(
         runtime=given.runtime,
         image=given.image,
