@@ -122,14 +122,13 @@ def _bare(path: Path) -> bytes:
         return source.encode()
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        for one in (
-            getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
-        ):
+        body = getattr(node, "body", ())
+        for one in body if isinstance(body, list) else ():
             constant = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
             if constant and isinstance(one.value.value, str):
                 assert one.end_lineno is not None
                 lines[one.lineno - 1 : one.end_lineno] = [""] * (one.end_lineno - one.lineno + 1)
-                if len(node.body) == 1:
+                if len(body) == 1:
                     lines[one.lineno - 1] = " " * one.col_offset + "pass"
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         row, column = token.start
