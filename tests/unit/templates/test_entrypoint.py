@@ -698,3 +698,28 @@ def test_a_supervisor_that_was_not_submitted_is_not_started(tmp_path: Path) -> N
     assert not (tmp_path / "executed").exists()
     (tmp_path / "supervisor.pyz").unlink()
     assert pod.run("exit 0") == FINAL, "nor is one that is not there"
+
+
+FAILS = """
+import sys
+from toolkit.supervisor import __main__, pod
+pod.PodStart._conclude = lambda self: 1 / 0
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("kind", OF_EACH)
+def test_a_mistake_of_the_supervisor_is_tried_again_once(kind: str, tmp_path: Path) -> None:
+    """It may lie in what was there that time."""
+    pod = Pod(tmp_path, kind, nnodes=2)
+    flags = pod.command[pod.command.index("sh", 1) + 1 :]
+    pod.command = [sys.executable, "-c", FAILS, "pod", *flags]
+    pod.environ["PYTHONPATH"] = str(ROOT)
+    for expected in (AGAIN, FINAL):
+        with pod.start("torchrun", "exit 0") as process:
+            assert process.wait(300) == expected
+            assert process.stderr is not None
+            assert "ZeroDivisionError" in process.stderr.read()
+    assert pod.failures == 2
+    (ended,) = pod.runs.glob("logs/attempt-0/ended_for_good")
+    assert ended.read_text() == "the supervisor failed: ZeroDivisionError: division by zero\n"

@@ -1,0 +1,56 @@
+"""A batch script unpacks the supervisor that it carries, and runs no other."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.support.planned import job as job_of
+from toolkit.rendering import payload
+
+PROGRAM = payload.archive("slurm")
+
+
+@pytest.fixture
+def unpack(tmp_path: Path) -> Path:
+    """The script up to where it has its supervisor."""
+    text = toolkit.render(toolkit.plan(job_of(), toolkit.SlurmProfile(name="s")))
+    begin, found, rest = text.partition("_supervisor=(")
+    assert found
+    path = tmp_path / "unpack.sh"
+    path.write_text(f"{begin}exit\n{rest.splitlines()[-1]}\n")
+    return path
+
+
+def run(script: Path, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    argv = ["bash", str(script), str(run_dir)]
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+
+
+def test_it_is_unpacked_once_into_the_run_directory(unpack: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        done = run(unpack, tmp_path / "it's a run")
+        assert (done.returncode, done.stderr) == (0, "")
+        (program,) = (tmp_path / "it's a run").iterdir()
+        assert program.read_bytes() == PROGRAM
+        assert not program.stat().st_mode & 0o022, "nobody else can change it"
+
+
+@pytest.mark.parametrize("content", [b"", PROGRAM[:1000], PROGRAM + b"x", b"import os"])
+def test_another_file_of_its_name_is_replaced(content: bytes, unpack: Path, tmp_path: Path) -> None:
+    """Such as one that was cut by a full disk, or put there by somebody."""
+    run(unpack, tmp_path / "run")
+    (program,) = (tmp_path / "run").iterdir()
+    program.write_bytes(content)
+    assert run(unpack, tmp_path / "run").returncode == 0
+    assert program.read_bytes() == PROGRAM
+
+
+def test_a_script_whose_last_line_was_cut_ends(unpack: Path, tmp_path: Path) -> None:
+    unpack.write_text(unpack.read_text()[:-2001] + "\n")
+    done = run(unpack, tmp_path / "run")
+    assert done.returncode != 0
+    assert "is not the supervisor of this script" in done.stderr
