@@ -116,6 +116,10 @@ TWO: list[Case] = [
         for task in ("Followed", "BySamples")
         for how in (EXACT, {**DDP, "micro_batch": 2})
     ),
+    (
+        "Followed", {**DDP, "activation_checkpointing": True},
+        WRITTEN.format(1, "once more when activations are computed again"),
+    ),
     ("Clamped", PP, r".* writes middle\.0\.weight, between the forward and the backward passes.*"),
 ]  # fmt: skip
 
