@@ -39,6 +39,9 @@ os._exit(1)
 """
 
 
+NOT_AGAIN = "not queued again (retries.requeue is 0)"
+
+
 class Once:
     """Submits scripts for two nodes, without restarts."""
 
@@ -87,8 +90,9 @@ def test_a_failure_leaves_torchruns_status_and_its_report(once: Once) -> None:
     run = once.submit(SEGFAULTS)
     status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED
-    assert status.reason.startswith("FAILED: NonZeroExitCode: exit status 1; see "), failure(run)
-    assert left(run) == {"exit_status": "1"}
+    reason = f"retryable: exit status 1 without a word in outcome.json; {NOT_AGAIN}"
+    assert status.reason == f"FAILED: NonZeroExitCode: {reason}", failure(run)
+    assert left(run) == {"reason": reason, "exit_status": "1"}
     failed = run.failure()
     assert failed is not None and str(failed).endswith("killed by SIGSEGV")
 
@@ -109,9 +113,9 @@ def test_cancel_lets_all_ranks_save(once: Once) -> None:
     status = run.wait(300)
     assert (status.state, status.reason) == (
         toolkit.RunState.CANCELLED,
-        "cancelled: by toolkit cancel",
+        "cancelled: by toolkit cancel; not queued again",
     ), failure(run)
-    assert left(run)["reason"] == "cancelled: by toolkit cancel"
+    assert left(run)["reason"] == "cancelled: by toolkit cancel; not queued again"
     assert len(files(run, "saved-*")) == 2
 
 
@@ -119,7 +123,7 @@ def test_scancel_lets_all_ranks_save(cluster: Cluster, once: Once) -> None:
     run = once.running()
     cluster.slurm("scancel", run.job_id)
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
-    assert left(run)["reason"] == "terminated: by Slurm"
+    once.until(lambda: left(run)["reason"] == "cancelled: by scancel; not queued again", "told")
     once.until(lambda: len(files(run, "saved-*")) == 2, "both have saved")
 
 
@@ -129,20 +133,18 @@ def test_out_of_time_lets_all_ranks_save(cluster: Cluster, once: Once) -> None:
     cluster.end_in(200, run.job_id)
     status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED, failure(run)
-    assert status.reason.endswith("walltime: out of time")
-    assert left(run) == {"reason": "walltime: out of time", "exit_status": "1"}
+    assert status.reason.endswith(f"walltime: out of time; {NOT_AGAIN}")
+    assert left(run) == {"reason": f"walltime: out of time; {NOT_AGAIN}", "exit_status": "1"}
     assert len(files(run, "saved-*")) == 2
 
 
-def test_a_script_that_slurm_kills_has_said_that_it_was_terminated(
-    cluster: Cluster, once: Once
-) -> None:
+def test_a_script_that_slurm_kills_has_said_why(cluster: Cluster, once: Once) -> None:
     deaf = WAITS.replace("sys.exit(75)", "time.sleep(100)")
     run = once.submit(deaf, stop={"grace": "60s"})
     once.until(lambda: len(files(run, "ready-*")) == 2, "both ranks wait")
     cluster.slurm("scancel", run.job_id)
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
-    assert left(run)["reason"] == "terminated: by Slurm"
+    assert left(run)["reason"] == "cancelled: by scancel; killed soon after"
 
 
 def test_a_node_that_restarts_unnoticed_by_slurm_does_not_hold_the_job(

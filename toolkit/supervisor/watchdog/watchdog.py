@@ -17,6 +17,7 @@ rank that prints steps records them (log_steps.py).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -930,6 +931,8 @@ def main(folder: str, limit: str) -> None:
     """Watch, in the background, until the parent ends: the shell that becomes torchrun."""
     parent = os.getppid()
     torchrun = Ending(parent)
+    if os.environ.get("TRAIN_LOG_PATTERN"):  # a torchrun that ends soon takes this folder with it
+        importlib.import_module("log_steps")
     if os.fork():  # no child of torchrun, whose children are the ranks
         return
     for number in (
