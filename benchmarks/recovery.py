@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.support.processes import is_torchrun
 from tests.system.chaos.arena import SlurmArena, living, own_slurm
 from tests.system.chaos.faults import Scene, control, kill_rank, kill_torchrun, power_off, preempt
 from tests.system.chaos.frame import Trial
@@ -116,7 +117,7 @@ class Watch:
             now = time.time()
             for pid, (command, environ) in living(self.trial).items():
                 rank = b"\0RANK=" in environ
-                if rank or (b"torchrun\0" in command and b"python" in command.split(b"\0")[0]):
+                if rank or is_torchrun(command):
                     span = self.spans.setdefault(pid, Span(now, now, rank))
                     # A new process has its parent's environment until it executes its own program.
                     span.last_s, span.rank = now, rank

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+BATCH_ROLE = " batch /"
+"""What is in the command of the supervisor that a batch script becomes, and of nothing else."""
+
 
 def with_environment(marker: str) -> set[int]:
     """Return the processes whose environment or arguments hold `marker`."""
@@ -18,6 +21,12 @@ def with_environment(marker: str) -> set[int]:
         if marker.encode() in text and state != "Z":
             found.add(int(entry.name))
     return found
+
+
+def is_torchrun(command: bytes) -> bool:
+    """Whether a command line is torchrun's own, and not that of a program that starts it."""
+    words = command.split(b"\0")
+    return b"python" in words[0] and b"torchrun" in map(os.path.basename, words[:2])
 
 
 def parent_of(pid: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import toolkit
 from tests.conftest import ROOT, SANDBOX, Cluster
 from tests.fakes.kubernetes import FakeKubernetes
-from tests.support.processes import with_environment
+from tests.support.processes import is_torchrun, with_environment
 from tests.support.slurm_site import Site
 from tests.system.chaos.frame import Trial, submit, write_job
 from toolkit.job.kubernetes_options import Workload
@@ -300,9 +300,7 @@ def torchruns(trial: Trial) -> list[int]:
     return sorted(
         pid
         for pid, (command, environ) in living(trial).items()
-        if b"torchrun\0" in command
-        and b"\0RANK=" not in environ
-        and b"python" in command.split(b"\0")[0]
+        if is_torchrun(command) and b"\0RANK=" not in environ
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from tests.support.processes import BATCH_ROLE
 from tests.system.chaos import arena as places
 from tests.system.chaos.arena import Arena, PodArena, SlurmArena, status_of
 from tests.system.chaos.frame import Trial
@@ -395,7 +396,7 @@ FAULTS: tuple[Fault, ...] = (
         states=_FAILED, follows=frozenset({FINAL}),
     ),
     _slurm(
-        "the batch script is killed", _bind(kill_on_node, part="slurm_script", first=True),
+        "the batch script is killed", _bind(kill_on_node, part=BATCH_ROLE, first=True),
         r"the batch script was killed", r"FAILED: ", r"lost: ", r"preempted: ",
         states=_FAILED, follows=frozenset({FINAL}),
     ),

@@ -315,8 +315,8 @@ def strike(start: Start, moment: Moment, played: Played) -> None:
         over, hit_s = blow.hit.inject(start), time.time()
         after, seen = start.attempts(), start.phase_at(hit_s)
         start.let_go()
-        # It may hit the next attempt: before its script, or where the one before was ending.
-        early = {after} if blow.hit.ends or blow.phase in PHASES[:2] else set()
+        # It may hit the next attempt: before that has a folder, or where the one before was ending.
+        early = {after} if blow.hit.ends or blow.phase in PHASES[:3] else set()
         played.struck.append((blow, {before - 1, after - 1} | early, seen))
         if over and blow.hit.ends:
             return

@@ -11,7 +11,7 @@ from typing import Any
 
 import toolkit
 from tests.conftest import Cluster
-from tests.support.processes import parent_of, with_environment
+from tests.support.processes import BATCH_ROLE, is_torchrun, with_environment
 from tests.support.slurm_site import Site, failure
 from tests.system.chaos.counted import SAMPLES
 from tests.train.support.reading import same, whole
@@ -99,21 +99,19 @@ class Trial:
         (torchrun,) = (
             pid
             for pid in self.processes_of(attempt)
-            if b"torchrun\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if is_torchrun(Path(f"/proc/{pid}/cmdline").read_bytes())
             and b"\0RANK=" not in (environment := Path(f"/proc/{pid}/environ").read_bytes())
             and f"\0PET_LOG_DIR={self.attempt(attempt)}/node-{node}\0".encode() in environment
         )
         os.kill(torchrun, signal.SIGKILL)
 
     def kill_batch_script(self, cluster: Cluster) -> None:
-        """Kill the shell that runs the batch script, on the first node."""
-        shells = {
+        """Kill the supervisor that the batch script has become, on the first node."""
+        (script,) = (
             process["pid"]
             for process in json.loads(cluster("ps", "--json"))
-            if "slurm_script" in process["command"] and "srun" not in process["command"]
-        }
-        # Its subshells, some of which live for an instant, have the same command.
-        (script,) = (pid for pid in shells if parent_of(pid) not in shells | {0})
+            if BATCH_ROLE in process["command"]
+        )
         os.kill(script, signal.SIGKILL)
 
     def kill_slurmstepd(self, cluster: Cluster, node: str) -> None:

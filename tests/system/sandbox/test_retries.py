@@ -9,6 +9,7 @@ import pytest
 
 import toolkit
 from tests.conftest import Cluster, Until
+from tests.support.processes import BATCH_ROLE
 from tests.support.slow_log import lost_signal
 from tests.support.slurm_site import Site, events, failure, nodes_of, output
 from tests.system.chaos.frame import STEPS, submit
@@ -340,7 +341,7 @@ def test_an_end_that_the_script_could_not_tell_is_told_by_wait(
     script = next(
         process
         for process in json.loads(cluster("ps", node, "--json"))
-        if "slurm_script" in process["command"] and "srun" not in process["command"]
+        if BATCH_ROLE in process["command"]
     )
     os.kill(script["pid"], signal.SIGKILL)
     assert run.wait(300).state is toolkit.RunState.FAILED
