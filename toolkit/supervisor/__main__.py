@@ -141,7 +141,7 @@ def _batch(given: argparse.Namespace, command: List[str]) -> int:
 def _add_node(role: argparse.ArgumentParser) -> None:
     """Add what a node of a Slurm step is told."""
     role.add_argument("logs", help="the attempt's folder")
-    role.add_argument("--variable", action="append", default=[], help="NAME=VALUE, for the ranks")
+    role.add_argument("--env", action="append", default=[], help="NAME=VALUE, for the ranks")
     role.add_argument("--static", action="store_true", help="the rendezvous is static")
     role.add_argument("--join-timeout", type=int, default=600, help="seconds, of the rendezvous")
     role.add_argument("--stall", default="never", help="seconds, learned or never")
@@ -178,7 +178,7 @@ def _node(given: argparse.Namespace, command: List[str]) -> int:
     options = node.Options(
         logs=given.logs,
         command=command,
-        variables=given.variable,
+        variables=given.env,
         static=given.static,
         join_timeout_s=given.join_timeout,
         stall=given.stall,

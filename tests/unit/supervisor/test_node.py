@@ -174,9 +174,9 @@ def test_torchrun_is_told_what_differs_from_node_to_node(
 ) -> None:
     (place.run_dir / "record.py").write_text(RECORD)
     more = [
-        "--variable=WORD=it's $HOME, a=b",
-        "--variable=EMPTY=",
-        "--variable=PATH=" + ":".join((f"{place.run_dir}/bin", "/usr/bin", "/bin")),
+        "--env=WORD=it's $HOME, a=b",
+        "--env=EMPTY=",
+        "--env=PATH=" + ":".join((f"{place.run_dir}/bin", "/usr/bin", "/bin")),
     ]
     status, printed = place.run(
         f'exec {sys.executable} record.py "$@"', *options, *more, words=("--x=1", "", "a b")
@@ -413,7 +413,7 @@ def test_an_endpoint_that_is_none_is_not_reached(words: list[str]) -> None:
     [
         (["--protect-children"], {"rank_children.py", "sitecustomize.py", "start.sh", "site"}),
         (
-            ["--variable=TRAIN_LOG_PATTERN=x", "--stall=learned"],
+            ["--env=TRAIN_LOG_PATTERN=x", "--stall=learned"],
             {
                 *("rank_watch.py", "sitecustomize.py", "start.sh", "site"),
                 *("watchdog.py", "stragglers.py", "log_steps.py"),
@@ -427,7 +427,7 @@ def test_the_programs_of_the_watchdog_are_on_the_node_itself_and_go_with_it(
     """No file server has to be there for a rank to start again."""
     (place.run_dir / "record.py").write_text(RECORD)
     place.environ.pop("PYTHONPATH", None)
-    run = (f"--variable=TRAIN_RUN_DIR={place.run_dir}", "--variable=TRAIN_ATTEMPT=0")
+    run = (f"--env=TRAIN_RUN_DIR={place.run_dir}", "--env=TRAIN_ATTEMPT=0")
     assert place.run(f"exec {sys.executable} record.py", *options, *run) == (0, "")
     ((folder, found),) = json.loads((place.run_dir / "record").read_text())["files"].items()
     assert {name for name in found if name != "__pycache__"} == files
@@ -501,7 +501,7 @@ def test_torchrun_runs_in_a_container(runtime: Place, name: str) -> None:
     (runtime.run_dir / "record.py").write_text(RECORD)
     status, printed = runtime.run(
         f'exec {sys.executable} record.py "$@"',
-        *(f"--runtime={name}", "--image=image", "--variable=WORD=a b", "--protect-children"),
+        *(f"--runtime={name}", "--image=image", "--env=WORD=a b", "--protect-children"),
         words=("--x",),
     )
     assert (status, printed) == (0, "")

@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +38,7 @@ def test_a_script_is_a_page(changes: tuple[str, ...]) -> None:
 class Once:
     """A job without restarts, on a node of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **profile: Any) -> None:
         self.run_dir, self.programs = folder / "a run", folder / "bin"
         self.environ = fake_slurm.install(folder, nodes=1) | {
             "SLURMD_NODENAME": "node1",
@@ -48,7 +50,7 @@ class Once:
             '#!/bin/sh\n[ "$*" = "--signal=TERM 1234.3" ] && kill -TERM "$(cat "$0.pid")"\n',
         )
         job = toolkit.JobSpec(name="probe", module="train")
-        text = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s")))
+        text = toolkit.render(toolkit.plan(job, toolkit.SlurmProfile(name="s", **profile)))
         (folder / "script.sh").write_text(text)
 
     def program(self, name: str, text: str) -> None:
@@ -88,6 +90,30 @@ def test_an_attempt_that_ends_well_is_done(once: Once) -> None:
     assert once.run() == 0
     assert once.left() == {"reason": "done: all steps made", "exit_status": "0"}
     assert (once.run_dir / "logs/attempt-0/nodes").read_text() == "node1\n"
+
+
+SLOW_PYTHON = """#!/bin/sh
+touch "$0.begun"
+until [ -e "$0.go" ]; do sleep 0.02; done
+exec {} "$@"
+"""
+
+
+@pytest.mark.parametrize("epilog", [(), ("true",)], ids=["alone", "epilog"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_does_not_kill_a_supervisor_that_is_starting(
+    number: signal.Signals, epilog: tuple[str, ...], tmp_path: Path, until: Until
+) -> None:
+    """Slurm would see a batch script that was killed, and the run would end for nothing."""
+    once = Once(tmp_path, epilog=epilog)
+    once.program("python3", SLOW_PYTHON.format(sys.executable))
+    with once.start() as process:
+        until((once.programs / "python3.begun").exists, "Python starts")
+        process.send_signal(number)
+        (once.programs / "python3.go").touch()
+        process.wait(60)
+    assert once.left()["reason"].partition(":")[0] != ""
+    assert process.returncode >= 0
 
 
 NOT_AGAIN = "not queued again (retries.requeue is 0)"
