@@ -192,7 +192,13 @@ def obstacle_of(options: Options) -> str:
             return f"{name} is not in PATH; set {keys} in the profile"
     if any(word.startswith("--container-image") for word in options.command):
         argv = ["srun", "--help"]
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ),
+            check=False,
+        )
         if b"--container-image" not in done.stdout:
             return "srun knows no --container-image here: the site has no pyxis"
     return ""

@@ -140,12 +140,14 @@ def remove_containers_of_earlier_boots(boot: str) -> None:
     every, of_this_boot = (set(done.stdout.split()) for done in listed)
     left = sorted(every - of_this_boot)
     if left:
-        subprocess.run(["podman", "rm", "--force", *left], stdout=subprocess.DEVNULL, check=False)
+        argv = ["podman", "rm", "--force", *left]
+        subprocess.run(argv, stdout=subprocess.DEVNULL, env=dict(os.environ), check=False)
 
 
 def _containers(label: str) -> "subprocess.CompletedProcess[str]":
     argv = ["podman", "ps", "--all", "--quiet", "--filter", f"label={label}"]
-    return subprocess.run(argv, stdout=subprocess.PIPE, encoding="utf-8", check=False)
+    environ = dict(os.environ)
+    return subprocess.run(argv, stdout=subprocess.PIPE, env=environ, encoding="utf-8", check=False)
 
 
 def is_nowhere(image: str) -> bool:
@@ -157,4 +159,5 @@ def is_nowhere(image: str) -> bool:
     if not image.startswith("localhost/"):
         return False
     # 1 by podman-image-exists(1); a podman that is killed ends otherwise.
-    return subprocess.run(["podman", "image", "exists", image], check=False).returncode == 1
+    argv = ["podman", "image", "exists", image]
+    return subprocess.run(argv, env=dict(os.environ), check=False).returncode == 1
