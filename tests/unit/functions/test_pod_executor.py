@@ -202,8 +202,8 @@ def test_every_rank_calls_the_function_and_what_it_returns_comes_back(
     assert job.results() == [(20, 6.0), (20, 6.0)]
     assert (job.state, job.result(), job.task(1).result()) == ("COMPLETED", (20, 6.0), (20, 6.0))
     assert toolkit.attach(job.uri).results() == job.results()
-    for payload in server.objects_of("ConfigMap"):  # the function, and the supervisor
-        (owner,) = payload["metadata"]["ownerReferences"]
+    for made in server.objects_of("ConfigMap"):  # the function, and the supervisor
+        (owner,) = made["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["name"]) == (workload, job.run.name)
 
 
