@@ -245,7 +245,7 @@ signal.pause()
 
 def test_a_supervisor_that_was_started_this_instant_is_stopped(tmp_path: Path) -> None:
     run_dir = forged(tmp_path)
-    argv = [sys.executable, "-c", EMPTY_COMMAND_LINE, "toolkit.local.supervisor", str(run_dir)]
+    argv = [sys.executable, "-c", EMPTY_COMMAND_LINE, "toolkit.supervisor", str(run_dir)]
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as supervisor,

@@ -32,7 +32,7 @@ from toolkit.text.own_files import create
 _EXEC_S = 5.0
 """Seconds to wait for a command line: it is empty for an instant after exec (Linux, fs/exec.c)."""
 _SCRIPT = "run.sh"
-_SUPERVISOR = "toolkit.local.supervisor"
+_SUPERVISOR = "toolkit.supervisor"
 _LAUNCHER_LOG = "launcher.log"
 """The script's own output, such as a refusal to start."""
 
@@ -227,10 +227,9 @@ class LocalLauncher(Launcher[LocalPlan]):
         with run_lock.hold(run_dir) as lock, create(run_dir / "logs" / _LAUNCHER_LOG) as log:
             child = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", _SUPERVISOR, *tied, *limit),
-                    *(f"--stop-timeout={plan.stop_timeout_s}", f"--lock={lock.fileno()}"),
-                    str(run_dir / _SCRIPT),
-                    str(run_dir),
+                    *(sys.executable, "-m", _SUPERVISOR, "keep", str(run_dir), *tied, *limit),
+                    *(f"--stop-timeout={plan.stop_timeout_s}", f"--lock={lock.fileno()}", "--"),
+                    *("bash", str(run_dir / _SCRIPT), str(run_dir)),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

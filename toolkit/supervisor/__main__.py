@@ -1,6 +1,7 @@
 """The command line: `python3 -m toolkit.supervisor ROLE OPTIONS -- torchrun …`."""
 
 import argparse
+import math
 import os
 import sys
 from typing import List, Optional
@@ -17,6 +18,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     roles = parser.add_subparsers(dest="role", metavar="ROLE")
     roles.required = True
     _add_local(roles.add_parser("local", help="one attempt on this machine"))
+    _add_keep(roles.add_parser("keep", help="a run on this machine, by its script"))
     _add_pod(roles.add_parser("pod", help="the first process of a pod"))
     _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
     _add_node(roles.add_parser("node", help="one node of a Slurm step"))
@@ -24,7 +26,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
-    play = {"local": _local, "pod": _pod, "batch": _batch, "node": _node}[given.role]
+    play = {"local": _local, "keep": _keep, "pod": _pod, "batch": _batch, "node": _node}[given.role]
     return play(given, command)
 
 
@@ -53,6 +55,32 @@ def _local(given: argparse.Namespace, command: List[str]) -> int:
             ports=(int(first), int(count)),
             static=given.static,
             policy=_policy(given),
+        )
+    )
+
+
+# ---- keep
+
+
+def _add_keep(role: argparse.ArgumentParser) -> None:
+    role.add_argument("run_dir")
+    role.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
+    role.add_argument("--time-limit", type=float, default=math.inf, help="seconds of an attempt")
+    role.add_argument("--tied-to", type=int, help="stop when this parent ends")
+    role.add_argument("--lock", type=int, help="the descriptor that holds the run's lock")
+
+
+def _keep(given: argparse.Namespace, command: List[str]) -> int:
+    from . import keeper
+
+    return keeper.main(
+        keeper.Options(
+            run_dir=given.run_dir,
+            command=command,
+            stop_timeout_s=given.stop_timeout,
+            time_limit_s=given.time_limit,
+            tied_to=given.tied_to,
+            lock=given.lock,
         )
     )
 

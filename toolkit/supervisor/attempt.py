@@ -63,6 +63,14 @@ def folder_of(run_dir: str, number: int) -> str:
     return os.path.join(run_dir, "logs", f"attempt-{number}")
 
 
+def next_number(run_dir: str) -> int:
+    """Return the number of the attempt that comes next."""
+    number = 0
+    while os.path.lexists(folder_of(run_dir, number)):
+        number += 1
+    return number
+
+
 def made_in(run_dir: str, number: int) -> Made:
     """Return what an attempt has come to, by its files `reason` and `step`."""
     folder = folder_of(run_dir, number)
@@ -82,9 +90,7 @@ def open_attempt(run_dir: str, mode: str) -> Attempt:
     Raises:
         Refused: the directory holds a run, and `mode` does not say what to do with it.
     """
-    number = 0
-    while os.path.lexists(folder_of(run_dir, number)):
-        number += 1
+    number = next_number(run_dir)
     if number and mode not in ("continue", "restart"):
         raise Refused(
             f"{run_dir} already holds a run; to go on with it: bash FILE {run_dir} continue"

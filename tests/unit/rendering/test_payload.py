@@ -62,6 +62,12 @@ def test_it_runs_alone(kind: str, role: str, tmp_path: Path) -> None:
     assert "usage: supervisor" in done.stderr
 
 
+def test_the_program_that_keeps_local_runs_is_not_carried() -> None:
+    for kind in payload.ROLES:
+        with zipfile.ZipFile(io.BytesIO(payload.archive(kind))) as archive:
+            assert "supervisor/keeper.py" not in archive.namelist()
+
+
 def test_its_lines_are_those_of_the_sources() -> None:
     """So that tracebacks name the lines of the repository."""
     with zipfile.ZipFile(io.BytesIO(payload.archive("slurm"))) as archive:
