@@ -441,6 +441,7 @@ FIGURES = (
         "one slow trainer",
         measure=measure_modes,
         draw=draw_staleness,
+        data="without-waiting",
     ),
     Figure(
         name="without-waiting",

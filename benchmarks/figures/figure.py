@@ -51,10 +51,13 @@ class Figure:
     table: Callable[[Data], str] | None = None
     """Return the table in Markdown, without a line break at the end; None for a drawing alone."""
 
+    data: str = ""
+    """The figure whose measurement it shows, if that is another one."""
+
     @property
     def data_file(self) -> Path:
         """The file of what was measured."""
-        return FIGURES / f"{self.name}.json"
+        return FIGURES / f"{self.data or self.name}.json"
 
     @property
     def drawing_file(self) -> Path:
@@ -79,7 +82,7 @@ class Figure:
     def write(self, data: Data) -> None:
         """Write data, drawing and table."""
         FIGURES.mkdir(exist_ok=True)
-        self.data_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        self.data_file.write_text(compact_json(data), encoding="utf-8")
         if self.draw is not None:
             from benchmarks.figures.drawing import svg
 
@@ -88,6 +91,23 @@ class Figure:
             self.drawing_file.write_text(text, encoding="utf-8")
         page = PAGES / f"{self.page}.md"
         page.write_text(self.written_into(page.read_text(encoding="utf-8"), data), encoding="utf-8")
+
+
+def compact_json(data: Data) -> str:
+    """Return data as JSON, with lists and mappings that hold no others on one line.
+
+    >>> print(compact_json({"lr": [0.1, 0.2], "machine": {"cores": "2"}}), end="")
+    {
+     "lr": [0.1, 0.2],
+     "machine": {"cores": "2"}
+    }
+    """
+    text = json.dumps(data, indent=1) + "\n"
+    return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\n\s*([\]}])", _on_one_line, text)
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return found[1] + re.sub(r",\n\s*", ", ", found[2]) + found[3]
 
 
 def figures(page: str) -> tuple[Figure, ...]:
