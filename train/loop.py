@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
@@ -146,7 +147,11 @@ class Trainer:
             NonFiniteLoss: on all ranks, before the weights are touched.
         """
         started = time.monotonic()
-        progress, strategy = self.progress, self.strategy
+        progress, strategy, watch = self.progress, self.strategy, self.saver.watch
+        held = None
+        if watch.due(progress.step) and strategy.settled(progress.step):
+            # Now, as passes may move buffers.
+            held = watch.numbers(progress)
         strategy.begin_step(progress.step + 1)
         if strategy.writes is not None and not strategy.writes.started:
             strategy.writes.start(contents=True)
@@ -159,7 +164,7 @@ class Trainer:
         sums = strategy.accumulate(parts, 1.0 / divisor)
         written = strategy.has_written()
         loss, count, stop_flags, changed, writers = self._agree(
-            sums, self.untrained.changed(), written
+            sums, self.untrained.changed(), written, held
         )
         if changed:
             self._agree_on_untrained()
@@ -167,8 +172,6 @@ class Trainer:
             self._check_writes(strategy.written() if written else [])
         self.untrained.forget_zeros()
         self.update(loss, count, divisor=divisor, started=started)
-        if self.saver.watch.due(progress.step) and strategy.settled(progress.step):
-            self.saver.watch.compare(progress, step_s=time.monotonic() - started)
         return stop_flags > 0 and self.note_stop(stop_flags)
 
     def update(
@@ -230,17 +233,24 @@ class Trainer:
             )
         return ranks_signalled > 0
 
-    def _agree(self, sums: Sums, changed: bool, written: bool) -> tuple[float, ...]:
+    def _agree(
+        self, sums: Sums, changed: bool, written: bool, held: Tensor | None
+    ) -> tuple[float, ...]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        Returns the loss and the count of the whole batch, the number of ranks that were asked to
-        stop, the number of ranks that have left out other parameters than before, and the number
-        of ranks whose passes have written parameters.
+        `held`: what the watch compares, if it does. Returns the loss and the count of the whole
+        batch, the number of ranks that were asked to stop, the number of ranks that have left out
+        other parameters than before, and the number of ranks whose passes have written parameters.
         """
         mine = full(sums.loss)
-        loss, *others = self.group.sum_with(
-            mine, (sums.count, self.stop.requested, changed, written)
-        )
+        own = (sums.count, self.stop.requested, changed, written)
+        if held is None:
+            loss, *others = self.group.sum_with(mine, own)
+        else:
+            computed = torch.cat([mine.double().reshape(1), held.to(mine.device)])
+            loss, *totals = self.group.sum_with(computed, own)
+            others = totals[-len(own) :]
+            self.saver.watch.check(totals[: -len(own)])
         if not math.isfinite(loss):
             finite = math.isfinite(mine.item())
             numbers = self.feed.numbers(self.progress.samples_seen).tolist()

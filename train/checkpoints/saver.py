@@ -139,8 +139,7 @@ class Saver:
         # A kill cannot take back these steps, so the metrics must not lack them.
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
-        self._refuse_not_finite(progress.step)
-        self.watch.compare(progress, everything=True)
+        self._agree(progress)
         position = Position(attempt=self.group.rank_info.attempt, step=progress.step)
         state = State(
             step=progress.step,
@@ -214,20 +213,22 @@ class Saver:
     def _everywhere(self, names: Iterable[str]) -> list[str]:
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
 
-    def _refuse_not_finite(self, step: int) -> None:
-        """Refuse a checkpoint of weights that are not finite: only the last ones are retained.
+    def _agree(self, progress: TrainingProgress) -> None:
+        """Refuse a checkpoint of weights that are not finite, or not the same on all ranks.
 
         A gradient can be infinite under a finite loss, and is not checked without clipping.
         """
         own_names = not_finite(self.strategy)
-        if self.group.sum([len(own_names)])[0] == 0:
-            return
-        names = self._everywhere(own_names)
-        raise NonFiniteLoss(
-            f"{len(names)} parameters are not finite after step {step}, such as {names[0]}, and are"
-            " not saved: checkpoints are from before it; --clip-norm finds the step that "
-            "makes them so"
-        )
+        numbers = self.watch.numbers(progress, everything=True)
+        *totals, found = self.group.sum_with(numbers, [len(own_names)])
+        if found:
+            names = self._everywhere(own_names)
+            raise NonFiniteLoss(
+                f"{len(names)} parameters are not finite after step {progress.step}, such as "
+                f"{names[0]}, and are not saved: checkpoints are from before it; --clip-norm finds "
+                "the step that makes them so"
+            )
+        self.watch.check(totals)
 
     def _attempt(self, action: Callable[[], None], *, last: bool = False) -> None:
         """Do something that may fail on all ranks alike; then stop or go on, as configured."""

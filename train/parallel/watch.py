@@ -5,9 +5,11 @@ flipped: none of it raises an error, and a checkpoint takes each tensor from som
 compare checksums of all that several of them hold, before each checkpoint and every so many steps:
 parameters, saved buffers, and what the step depends on; at a checkpoint, the optimizer's state too.
 
-Each rank sums up its tensors where they lie (see `checksum`). The sums of all tensors that the same
-ranks hold become one number, and one all-reduce finds the least and the greatest of each. Only
-where these differ do ranks exchange the sums themselves, to name the tensors.
+Each rank sums up its tensors where they lie (see `checksum`), and the sums of all tensors that the
+same ranks hold become one number. Nothing is exchanged for it: its digits and their squares travel
+with what ranks add up anyway, before a checkpoint and in the next step. Of n ranks that hold the
+same, n times the sum of squares is the square of the sum; of others it is more. Only then do ranks
+exchange the sums of tensors, to name these.
 
 Left out, as it may differ: tensors along the ranks of a tensor-parallel group that are no whole
 numbers, since each rank computes them anew and a GPU need not add in the same order twice; and the
@@ -21,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +39,9 @@ SHARE = 0.0005
 """Of the time of steps, what comparing may take: with both at their least, and 0.001 at most."""
 UNKNOWN = 32
 """Steps between two comparisons before their cost is known; the first does what is done once."""
-LEAST = -(2**63)
+DIGIT_BITS = 16
+"""Of a number that is compared: sums of its digits' squares are exact up to 2**21 ranks."""
+DIGITS = 64 // DIGIT_BITS
 
 Key = tuple[str, str]
 """A tensor's name, and which part of it; equal for ranks that must hold the same."""
@@ -52,53 +55,78 @@ class Watch:
     ) -> None:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
-        self._plans: dict[bool, _Plan] = {}
+        self._plan: _Plan | None = None
         # The least that was seen: others hold waits for something else.
         self._step_s = self._cost_s = math.inf
+        # How many steps this rank would have between two comparisons, by what they have cost.
+        self._interval = 0
+        self._started, self._last = 0.0, 0
         self._next: float = 1 if self._group.rank_info.world_size > 1 else math.inf
 
     def due(self, step: int) -> bool:
-        """Whether to compare after this step, if no checkpoint does."""
+        """Whether the step after this one compares what ranks hold now."""
         return step >= self._next
 
-    def compare(
-        self, progress: "TrainingProgress", *, step_s: float = math.inf, everything: bool = False
-    ) -> None:
-        """Make sure that replicas are equal.
+    def numbers(self, progress: "TrainingProgress", *, everything: bool = False) -> Tensor:
+        """Return what ranks must add up and then `check()`. Shape [numbers], float64.
 
         Args:
             progress: where the run is.
-            step_s: how long the last step has taken.
-            everything: also the optimizer's state.
+            everything: compare the optimizer's state, too.
+        """
+        if self._group.rank_info.world_size == 1 or not self._group.connected:
+            return torch.zeros(0)
+        started = time.perf_counter()
+        tensors = self._strategy.model_state()
+        if everything or self._plan is None:
+            state = self._optimizer.tensors()
+            tensors |= {f"optimizer state {name}": tensor for name, tensor in state.items()}
+        position = [progress.step, progress.samples_seen, *self._scale()]
+        if made := self._plan is None:
+            self._plan = _Plan(self._strategy, tensors)
+        plan = self._plan
+        # A later step may train parameters that had no state so far, perhaps on this rank alone.
+        known = plan.names[: len(tensors)] == [*tensors]
+        watched = [tensors[name] for name in plan.watched if name in tensors] if known else []
+        sums = checksums(watched, self._strategy.norm_device)
+        self._held = progress, everything, sums, position
+        own = plan.numbers(sums, position)
+        numbers = torch.cat([own, own.new_tensor([self._interval, not known])])
+        if not (everything or made) and progress.step > self._last:
+            step_s = (started - self._started) / (progress.step - self._last)
+            self._step_s = min(self._step_s, step_s)
+            self._cost_s = min(self._cost_s, time.perf_counter() - started)
+            self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
+        self._started, self._last = started, progress.step
+        return numbers
+
+    def check(self, totals: Sequence[float]) -> None:
+        """Make sure that replicas are equal, by the sums over all ranks of `numbers()`.
 
         Raises:
             UsageError: on all ranks; a buffer counts what differs from rank to rank.
             ReplicaError: on all ranks; another tensor differs.
         """
-        if self._group.rank_info.world_size == 1 or not self._group.connected:
+        if not totals:
             return
-        started, first = time.monotonic(), self._step_s == math.inf
-        self._step_s = min(self._step_s, step_s)
-        tensors = self._strategy.model_state()
-        if everything:
-            state = self._optimizer.tensors()
-            tensors |= {f"optimizer state {name}": tensor for name, tensor in state.items()}
-        plan = self._plans.get(everything)
-        if plan is None or plan.names != [*tensors]:
-            plan = self._plans[everything] = _Plan(self._strategy, tensors)
-        moment = [progress.step, progress.samples_seen, *self._scale()]
-        sums = checksums((tensors[name] for name in plan.watched), self._strategy.norm_device)
-        unlike, interval = plan.exchange(sums, moment, self._interval)
-        if unlike:
-            self._refuse(plan, sums, moment, progress.step)
-        if not everything:
-            self._next = progress.step + (interval or UNKNOWN)
-            if not first:
-                self._cost_s = min(self._cost_s, time.monotonic() - started)
-                self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
+        plan, (progress, everything, sums, position) = self._plan, self._held
+        assert plan is not None, "numbers() has made it"
+        *totals, interval, unknown = totals
+        if unknown:
+            # What was summed up in a step has moved since: the next one compares.
+            self._plan, self._next = None, self._last
+            if everything:
+                self.compare(progress)
+            return
+        if plan.unlike(totals):
+            self._refuse(plan, sums, position)
+        # The mean of what ranks would choose: the same on all of them.
+        mean = interval / self._group.rank_info.world_size
+        self._next = self._last + (math.ceil(mean) or UNKNOWN)
 
-    _interval = 0
-    """How many steps this rank would have between two comparisons, by what they have cost."""
+    def compare(self, progress: "TrainingProgress") -> None:
+        """Make sure that replicas are equal in everything, by an exchange of its own."""
+        self.check(self._group.sum_with(self.numbers(progress, everything=True), ()))
 
     def _scale(self) -> Sequence[float]:
         """Return what the next step's loss is scaled by; of a parameter server, only it knows."""
@@ -106,9 +134,11 @@ class Watch:
         served = self._strategy.parts.config.strategy_on(ranks) == "ps"
         return [] if served else [*self._scaler.state().values()]
 
-    def _refuse(self, plan: "_Plan", sums: Tensor, moment: Sequence[float], step: int) -> None:
-        mine: dict[Key, int | Sequence[float]] = dict(zip(plan.keys, sums.tolist(), strict=True))
-        mine["the position in the run, or the scale of losses", ""] = moment
+    def _refuse(self, plan: "_Plan", sums: Tensor, position: Sequence[float]) -> None:
+        step = self._last
+        # Of the model alone, or of the optimizer's state as well, which follows.
+        mine: dict[Key, int | Sequence[float]] = dict(zip(plan.keys, sums.tolist(), strict=False))
+        mine["the position in the run, or the scale of losses", ""] = position
         by_key: dict[Key, dict[int, object]] = {}
         for rank, held in enumerate(self._group.gather(mine)):
             for key, value in held.items():
@@ -178,28 +208,33 @@ class _Plan:
                 holders.setdefault(key, []).append(other)
         sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
         numbers = {ranks: number for number, ranks in enumerate(sets)}
-        # What only one rank holds goes to a place after the last one.
+        # What only one rank holds goes to a place after the last one, as nobody compares it.
         places = [numbers.get(tuple(holders[key]), len(sets)) for key in self.keys]
         self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
         weights = [_odd(key) for key in self.keys]
         self._weights = torch.tensor(weights, dtype=torch.int64, device=self._device)
-        here = [rank in ranks for ranks in sets]
-        self._mine = torch.tensor([*here, True], device=self._device)
+        shifts = range(0, 64, DIGIT_BITS)
+        self._shifts = torch.tensor(shifts, device=self._device)
+        # That place then has what all ranks have in common.
+        self._holders = [*map(len, sets), group.rank_info.world_size]
 
-    def exchange(self, sums: Tensor, moment: Sequence[float], interval: int) -> tuple[bool, int]:
-        """Say whether any sums differ, and return the largest of the ranks' intervals."""
-        count = len(self._mine)
-        joint = torch.zeros(count, dtype=torch.int64, device=self._device)
-        joint.index_add_(0, self._places, sums * self._weights)
-        # The last place: what all ranks have in common.
-        joint[-1] = _odd(("", repr(moment)))
-        # The greatest of the complements is the complement of the least.
-        both = torch.stack([joint, ~joint]).masked_fill(~self._mine, LEAST)
-        sent = torch.cat([both.reshape(-1), both.new_tensor([interval])])
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX)
-        *ends, longest = sent.tolist()
-        pairs = zip(ends[:count], ends[count:], strict=True)
-        return any(most != ~least for most, least in pairs), int(longest)
+    def numbers(self, sums: Tensor, position: Sequence[float]) -> Tensor:
+        """Return the digits of each place and their squares; sums may be of the first alone."""
+        joint, count = sums.new_zeros(len(self._holders)), len(sums)
+        joint.index_add_(0, self._places[:count], sums * self._weights[:count])
+        joint[-1] = _odd(("", repr(position)))
+        digits = joint.unsqueeze(1) >> self._shifts & (1 << DIGIT_BITS) - 1
+        values = digits.reshape(-1).double()
+        return torch.cat([values, values.square()])
+
+    def unlike(self, totals: Sequence[float]) -> bool:
+        """Whether ranks have added up different digits."""
+        half = len(totals) // 2
+        holders = (count for count in self._holders for _ in range(DIGITS))
+        return any(
+            count * int(squares) != int(total) ** 2
+            for count, total, squares in zip(holders, totals[:half], totals[half:], strict=True)
+        )
 
 
 def _part(tensor: Tensor) -> str:

@@ -141,6 +141,7 @@ def outcome(
         for _ in range(STEPS):
             trainer.train_step()
             losses.append(trainer.progress.metrics["loss"])
+        trainer.saver.watch.compare(trainer.progress)
     except UsageError as error:
         return str(error), {}, []
     return "", merged(trainer.group, weights_of(trainer)), losses

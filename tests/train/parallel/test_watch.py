@@ -14,7 +14,7 @@ from tests.train.support.ranks import on_ranks
 from train.errors import ReplicaError
 from train.loop import Trainer
 from train.parallel.base import local
-from train.parallel.checksum import checksum
+from train.parallel.checksum import checksum, checksums
 
 FILE = Path(kinds.__file__)
 RANKS = 4
@@ -39,12 +39,13 @@ def flip_a_bit(trainer: Trainer, name: str) -> None:
 
 
 def caught(trainer: Trainer, *, save: bool) -> str:
+    watch = trainer.saver.watch
     try:
         if save:
             trainer.saver.save(trainer.progress, epoch=0)
             trainer.saver.wait()
         else:
-            trainer.saver.watch.compare(trainer.progress)
+            watch.check(trainer.group.sum_with(watch.numbers(trainer.progress), ()))
     except ReplicaError as error:
         return str(error)
     return ""
@@ -82,7 +83,8 @@ def part(rank: int, root: Path) -> list[str]:
     trainer = trainer_for(rank, 2, root, **{**COMMON, "strategy": "ddp"})
     trainer.resume()
     trainer.train_step()
-    found = []
+    # The first comparison is of everything.
+    found = [caught(trainer, save=False)]
     if rank == 1:
         state = trainer.optimizer.tensors()
         state["last.weight/exp_avg"].view(torch.int64)[0, 0] ^= 1
@@ -93,21 +95,61 @@ def part(rank: int, root: Path) -> list[str]:
 
 
 def test_the_state_of_the_optimizer_and_the_position_are_compared_too(tmp_path: Path) -> None:
-    for between, saved, position in on_ranks(2, part, tmp_path):
-        assert between == ""
+    for first, between, saved, position in on_ranks(2, part, tmp_path):
+        assert first == between == ""
         assert "optimizer state last.weight/exp_avg on rank 0, 1;" in saved
         assert "the position in the run, or the scale of losses on rank 0, 1;" in position
 
 
+def compared_in_steps(rank: int, root: Path) -> list[object]:
+    """A bit that flips while a run trains, and a state that one stage alone has from then on."""
+    trainer = trainer_for(rank, 2, root / "ddp", **{**COMMON, "strategy": "ddp"})
+    trainer.resume()
+    for _ in range(3):
+        trainer.train_step()
+    trainer.saver.watch._next = 3
+    if rank == 1:
+        flip_a_bit(trainer, "last.bias")
+    found: list[object] = []
+    try:
+        trainer.train_step()
+    except ReplicaError as error:
+        found.append(str(error))
+    staged = trainer_for(rank, 2, root / "pp", **{**COMMON, "pp": 2, "micro_batch": 2})
+    staged.resume()
+    staged.train_step()
+    found.append(caught(staged, save=True))
+    if rank == 1:
+        *_, parameter = staged.strategy.named_parameters()
+        staged.optimizer._optimizer.state[parameter[1]]["later"] = torch.ones(1)
+    staged.train_step()
+    return [*found, caught(staged, save=True), caught(staged, save=False)]
+
+
+def test_the_next_step_compares_what_the_last_one_has_left(tmp_path: Path) -> None:
+    for error, *sound in on_ranks(2, compared_in_steps, tmp_path):
+        assert "after step 3" in str(error) and "last.bias on rank 0, 1;" in str(error)
+        assert sound == ["", "", ""]
+
+
+def test_sums_of_many_tensors_are_those_of_each() -> None:
+    tensors = [
+        torch.arange(5), torch.ones(0), torch.randn(3, 4), torch.ones(2**13 + 1, dtype=torch.int8),
+        torch.tensor(True), torch.randn(2, dtype=torch.complex128).conj(), torch.ones(3)[1:2],
+    ]  # fmt: skip
+    sums = checksums(tensors, torch.device("cpu"))
+    assert sums.tolist() == [checksum(tensor).item() for tensor in tensors]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (0,)])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (0,), (1, 2**13 + 1)])
 def test_a_checksum_sees_each_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(*shape, 2).to(dtype)[..., 1]
     before = checksum(tensor)
     plain = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
     assert checksum(plain) == before
     content = plain.view(torch.uint8)
-    for number in range(content.numel()):
+    for number in [*range(min(content.numel(), 64)), *range(content.numel())[-9:]]:
         for bit in (1, 128):
             content[number] ^= bit
             assert checksum(content.view(dtype)) != before
