@@ -14,7 +14,6 @@ MODULES = {"json", "pickle", "yaml", "marshal", "cloudpickle", "shelve", "tarfil
 ALLOWED = {
     # What runs in pods and in run directories alone, without this package.
     "functions/worker.py": None,
-    "functions/pod_results.py": None,
     "kubernetes/volume_agent.py": None,
     # The user's own call, and results that no other user can have written.
     "functions/payload.py": {"pickle.loads", "read_bytes"},  # and programs of this package
@@ -22,7 +21,6 @@ ALLOWED = {
     # Files of this package.
     "kubernetes/volume.py": {"read_text", "open(wb)"},
     # The kernel's.
-    "local/supervisor.py": {"read_text"},
     "local/launcher.py": {"read_bytes"},
     # Files that are written, in folders that no other user may enter.
     "runs/submission_journal.py": {"open(w)"},

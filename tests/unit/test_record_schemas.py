@@ -17,7 +17,7 @@ from train.rundir.files import VERSION as OURS
 from train.rundir.files import Outcome
 from train.telemetry import Telemetry
 
-RUN = ROOT / "tests/data/recorded-0.1/runs/digits-1127-135016-d5c5"
+RUN = ROOT / "tests/data/recorded-run"
 OUTCOME = json.loads((RUN / "outcome.json").read_text())
 EVENTS = [json.loads(line) for line in (RUN / "events.jsonl").read_text().splitlines()]
 METRICS = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]

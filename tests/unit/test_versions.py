@@ -81,7 +81,7 @@ def test_what_is_no_version_is_refused(tmp_path: Path, value: str, reason: str) 
     assert refusal(path, f"kind: local\nversion: {value}\n") == f"{path}:2: version: {reason}"
 
 
-RUN = ROOT / "tests/data/recorded-0.1/runs/digits-1127-135016-d5c5"
+RUN = ROOT / "tests/data/recorded-run"
 
 
 @pytest.fixture

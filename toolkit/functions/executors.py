@@ -10,20 +10,18 @@ import submitit
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission
 
-from toolkit.errors import PlanError, ProfileError
+from toolkit.errors import ProfileError
 from toolkit.functions.job import FunctionJob, PodJob, StatusPoll
 from toolkit.functions.parameters import job_of, name_of, updated
 from toolkit.functions.payload import files_of
 from toolkit.functions.worker import join_group
 from toolkit.job.spec import JobSpec
 from toolkit.kubernetes import KubernetesLauncher
-from toolkit.kubernetes.workloads import PAYLOAD_LIMIT, too_large
 from toolkit.local.launcher import LocalLauncher
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, as_profile
 from toolkit.runs.state_dir import state_folder
 from toolkit.slurm import SlurmLauncher
-from toolkit.text.quantities import format_size
 
 R = TypeVar("R")
 ProfileT = TypeVar("ProfileT", bound=Profile)
@@ -115,9 +113,9 @@ class SlurmExecutor(_RunExecutor[SlurmProfile]):
 class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
     """Calls functions on every rank of a torchrun group in pods.
 
-    The function travels in a ConfigMap, and results come back in the logs of the pods, so pods and
-    this process need not share a disk. A helper pod copies larger data to and from the volume of
-    the run directories. Calls of an array are runs of their own.
+    Pods and this process need not share a disk: the function travels in a ConfigMap, and a helper
+    pod copies results, and larger functions, by the volume of the run directories. Calls of an
+    array are runs of their own.
     """
 
     job_class = PodJob
@@ -125,31 +123,25 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
     def __init__(self, profile: str | Profile, **parameters: Any) -> None:
         """Prepare to submit, with the arguments and errors of `SlurmExecutor`.
 
-        `image` must hold torch, cloudpickle, and the same version of Python as here.
+        `image` must hold torch, cloudpickle, and the same version of Python as here, and the
+        profile a `runs_claim`.
         """
         others = "toolkit.SlurmExecutor and LocalExecutor are for the others"
         site = _site(profile, KubernetesProfile, f"a Kubernetes site; {others}")
+        if site.runs_claim is None:
+            raise ProfileError(
+                "not set, and results of functions are read from this volume; name a "
+                "PersistentVolumeClaim that all nodes can mount at the same time",
+                place=f"profile {site.name!r}, runs_claim",
+            )
         super().__init__(site, str(state_folder() / "calls"), parameters)
 
     def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
-        prepared: list[tuple[JobSpec, dict[str, bytes]]] = []
-        for call in delayed_submissions:
-            job = self._job(self.parameters, call.function)
-            files = files_of(job, call, delivered=True)
-            if too_large(files) and self._profile.runs_claim is None:
-                raise PlanError(
-                    f"the call of {job.name!r} is {format_size(sum(map(len, files.values())))} "
-                    f"pickled, and a ConfigMap holds {format_size(PAYLOAD_LIMIT)}; name a "
-                    f"runs_claim in profile {self._profile.name!r}, by which it can travel, or let "
-                    "the function read its data in the pod, from a volume (mounts) or the network"
-                )
-            prepared.append((job, files))
         # Nothing is submitted unless all calls can be: none is left behind alone.
+        jobs = [(self._job(self.parameters, call.function), call) for call in delayed_submissions]
+        prepared = [(plan(job, self._profile), files_of(job, call)) for job, call in jobs]
         launcher = KubernetesLauncher(self._profile)
-        return [
-            PodJob(launcher.submit(plan(job, self._profile), files=files))
-            for job, files in prepared
-        ]
+        return [PodJob(launcher.submit(made, files=files)) for made, files in prepared]
 
 
 class LocalExecutor(_RunExecutor[LocalProfile]):

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,14 +13,13 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 
 from toolkit.api import open_run
 from toolkit.errors import LauncherError
-from toolkit.functions.payload import SubmittedCall, files_in
+from toolkit.functions.payload import SubmittedCall
 from toolkit.kubernetes import KubernetesRun, volume
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import Span, end_of
 from toolkit.runs.run import Run, ShownRun, pauses
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
-from toolkit.text.quantities import format_size
 
 R = TypeVar("R", covariant=True)
 
@@ -167,12 +166,17 @@ class FunctionJob(core.Job[R]):
         if (error := self.exception()) is not None:
             raise error
         ranks = range(self._call.ranks) if self._rank is None else (self._rank,)
-        self._fetch_large(ranks)
         return [self._load(rank) for rank in ranks]
 
     def exception(self) -> UncompletedJobError | None:
         """Wait, and return the failure of the rank that failed first, or None."""
         self.wait()
+        try:
+            self._fetch()
+        except LauncherError as error:
+            return UncompletedJobError(
+                f"Job {self.job_id} is {self.state}, and its results cannot be copied here: {error}"
+            )
         # The files that belong to this end may still be on their way.
         self._wait_for(
             lambda: bool(
@@ -185,7 +189,7 @@ class FunctionJob(core.Job[R]):
             return None
         failures = self._call.failures()
         if self._rank is not None:
-            if self._call.result(self._rank).exists() or self._call.size_elsewhere(self._rank):
+            if self._call.result(self._rank).exists():
                 return None
             failures = [f for f in failures if f.rank == self._rank and not f.echo] or failures
         logs = self._call.run_dir / "logs"
@@ -211,14 +215,14 @@ class FunctionJob(core.Job[R]):
         for pause_s in pauses(*_LOOK_PAUSES_S):
             if condition() or time.monotonic() > until_s:
                 return
-            self._fetch()
             time.sleep(pause_s)
 
     def _fetch(self) -> None:
-        """Copy the files of the ranks here, if this process does not see their run directory."""
+        """Copy the files of the ranks here, if this process does not see their run directory.
 
-    def _fetch_large(self, ranks: Sequence[int]) -> None:
-        """Copy results here that `_fetch()` leaves out because of their size."""
+        Raises:
+            LauncherError: they cannot be copied.
+        """
 
     def _load(self, rank: int) -> Any:
         path, base = self._call.result(rank), self._call.run_dir
@@ -248,9 +252,7 @@ class FunctionJob(core.Job[R]):
         if self._call.outcome():
             return True
         status = self._status(force=force_check)
-        if ended := status.state.final or status.lost:
-            self._fetch()
-        return ended
+        return status.state.final or status.lost
 
     @property
     def state(self) -> str:
@@ -285,39 +287,28 @@ class FunctionJob(core.Job[R]):
 
 
 class PodJob(FunctionJob[R]):
-    """A call in pods, whose disks this process does not see: it reads results from their logs.
-
-    For a file that is too large the log holds only its size; the file is read from the claim.
-    """
+    """A call in pods, whose disks this process does not see: files are copied from their claim."""
 
     def _fetch(self) -> None:
-        assert isinstance(self.run, KubernetesRun)
-        # A failure is tried again, and at last reported as a missing file.
-        with contextlib.suppress(LauncherError):
-            self._call.write(files_in(self.run.delivered(), self.run.key))
-
-    def _fetch_large(self, ranks: Sequence[int]) -> None:
-        call = self._call
-        if not all(call.result(rank).exists() or call.size_elsewhere(rank) for rank in ranks):
-            self._fetch()
-        sizes = {call.result(rank): size for rank in ranks if (size := call.size_elsewhere(rank))}
-        if not sizes:
+        call, whole = self._call, all(map(Path.exists, map(self._call.result, self._tasks)))
+        if call.outcome() and (whole or call.failures()):
             return
-        assert isinstance(self.run, KubernetesRun)
-        try:
-            if self.run.record.profile.get("runs_claim") is None:
-                raise LauncherError(
-                    "results come back in the logs of the pods, a few MiB from each; name a "
-                    "runs_claim in the profile, which has room for more, or return less"
-                )
-            targets = {str(path.relative_to(call.run_dir)): path for path in sizes}
-            if missing := volume.fetch(self.run, targets):
-                raise LauncherError(f"not found on the claim: {', '.join(sorted(missing))}")
-        except LauncherError as error:
-            raise UncompletedJobError(
-                f"Job {self.job_id} has results of {format_size(sum(sizes.values()))} that cannot "
-                f"be copied here: {error}"
-            ) from error
+        if self._status().state is not RunState.CANCELLED:
+            assert isinstance(self.run, KubernetesRun)
+            volume.fetch(self.run, self._missing)
+
+    def _missing(self) -> Iterator[tuple[str, Path]]:
+        """Yield the files to copy, each with its path in the run directory; the outcome first."""
+        call = self._call
+        yield "outcome.json", call.run_dir / "outcome.json"
+        attempt = untrusted.whole((run_directory.outcome(call.run_dir) or {}).get("attempt"))
+        (call.run_dir / "logs" / f"attempt-{attempt or 0}").mkdir(parents=True, exist_ok=True)
+        paths = [*map(call.result, self._tasks)]
+        if call.outcome() != "done":
+            paths = [path(rank) for path in (call.result, call.error) for rank in range(call.ranks)]
+        for path in paths:
+            if not path.exists():
+                yield str(path.relative_to(call.run_dir)), path
 
     def _get_logs_string(self, name: str) -> str | None:
         """Return the output of a rank; a pod's log has both streams in one."""

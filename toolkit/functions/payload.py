@@ -6,9 +6,8 @@ docs/reference/run-directory.md describes them; worker.py runs on the other side
 import json
 import pickle
 import re
-import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ import cloudpickle
 from submitit.core.utils import DelayedSubmission
 
 from toolkit.errors import LauncherError
-from toolkit.functions.worker import weight
 from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.kubernetes.delivered_files import whole_files
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_numbers
 from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
@@ -29,9 +26,6 @@ from toolkit.text import untrusted
 FOLDER = "function"
 _VERSION = 1
 _ERROR = re.compile(r"rank-[0-9]{1,9}\.error\.json", re.ASCII)
-_DELIVERED = re.compile(r"outcome\.json|function/attempt-\d{1,6}/rank-\d{1,9}\.(?:pkl|error\.json)")
-_SIZE = ".size"
-"""The ending of a file that holds the size of a result, which was too large for a pod's log."""
 
 SCRIPT = f"{IN_RUN_DIR}{FOLDER}/worker.py"
 """The script that torchrun starts."""
@@ -52,16 +46,10 @@ class RankFailure:
     trace: str
 
 
-def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) -> dict[str, bytes]:
-    """Return the files that a run directory must hold before its job starts, by path.
-
-    Args:
-        job: The job that makes the call.
-        call: The function and its arguments.
-        delivered: Whether results must be printed, since the client cannot read the run directory.
-    """
+def files_of(job: JobSpec, call: DelayedSubmission) -> dict[str, bytes]:
+    """Return the files that a run directory must hold before its job starts, by path."""
     need = job.resources
-    facts: dict[str, Any] = {
+    facts = {
         "version": _VERSION,
         "ranks": need.max_nodes * need.nproc_per_node,
         "gpus_per_node": need.gpus_per_node,
@@ -69,46 +57,11 @@ def files_of(job: JobSpec, call: DelayedSubmission, *, delivered: bool = False) 
         "python": "{}.{}".format(*sys.version_info),
         "echoes": ("|".join(ECHOES), NO_ECHOES),
     }
-    if delivered:  # signs the lines in the log that hold results
-        facts["key"] = secrets.token_hex(32)
-    programs = {"worker.py": "worker.py"} | ({"deliver.py": "pod_results.py"} if delivered else {})
     return {
         f"{FOLDER}/call.json": json.dumps(facts).encode(),
         f"{FOLDER}/call.pkl": cloudpickle.dumps((call.function, call.args, call.kwargs)),
-        **{
-            f"{FOLDER}/{name}": (Path(__file__).parent / source).read_bytes()
-            for name, source in programs.items()
-        },
+        SCRIPT.removeprefix(IN_RUN_DIR): Path(__file__).with_name("worker.py").read_bytes(),
     }
-
-
-def files_in(lines: Iterable[str], key: str) -> dict[str, bytes]:
-    """Return the files that the pods of a run deliver; of several outcomes, the heaviest.
-
-    For a file that was too large for the log, the size is returned, under a name of its own.
-
-    Args:
-        lines: Lines of the pods' logs; the ranks' own output is skipped.
-        key: The key of the run.
-    """
-    contents: dict[str, bytes] = {}
-    for name, content in whole_files(lines, key):
-        if not _DELIVERED.fullmatch(name):
-            continue
-        if isinstance(content, int):
-            contents[f"{name}{_SIZE}"] = str(content).encode()
-        elif name != "outcome.json" or _weight(content) >= _weight(contents.get(name, b"")):
-            contents[name] = content
-    return contents
-
-
-def _weight(outcome: bytes) -> tuple[int, ...]:
-    """Return the weight of an outcome; any other text weighs least."""
-    try:
-        weighed = weight(untrusted.mapping(untrusted.parse_json(outcome)))
-    except ValueError:
-        return ()
-    return weighed if all(isinstance(number, int) for number in weighed) else ()
 
 
 class SubmittedCall:
@@ -167,25 +120,9 @@ class SubmittedCall:
         """Return the path of a rank's result."""
         return self.folder / f"attempt-{self.attempt}" / f"rank-{rank}.pkl"
 
-    def size_elsewhere(self, rank: int) -> int:
-        """Return the size of a rank's result that is still on the claim of its pods; else 0."""
-        path = self.result(rank)
-        try:
-            size = untrusted.read_text(path.with_name(f"{path.name}{_SIZE}"), limit=20)
-            return 0 if path.exists() else int(size)
-        except (OSError, ValueError):
-            return 0
-
-    def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files that pods have delivered; the outcome comes last and completes them."""
-        for name, content in sorted(files.items(), key=lambda item: item[0] == "outcome.json"):
-            path = self.run_dir / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if attempt := re.match(r"function/(attempt-\d+)/", name):
-                (self.run_dir / "logs" / attempt[1]).mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".{path.name}")
-            draft.write_bytes(content)
-            draft.replace(path)
+    def error(self, rank: int) -> Path:
+        """Return the path of a rank's failure."""
+        return self.result(rank).with_suffix(".error.json")
 
     def failures(self) -> list[RankFailure]:
         """Return the failures of ranks in the newest attempt, the cause first."""

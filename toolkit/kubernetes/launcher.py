@@ -146,7 +146,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         parts = run.unfinished()
         if payload_dir_of(run.local.job()):
             raise LauncherError(f"{run.uri}: its code is gone with its pods; call it again")
-        manifest = run.local.manifest(self._profile)
+        manifest = run.local.manifest()
         names, token = {part.object_name for part in parts}, secrets.token_hex(4)
         runs = [
             workloads.started_again(objects, token)
@@ -167,7 +167,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         """Finish an interrupted submission: create the objects that the cluster does not have."""
         record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
         with submission_journal.claim(self._intents, record.name) as intent:
-            _, missing = _interrupted(run, intent, self._profile)
+            _, missing = _interrupted(run, intent)
             submit_all(self._cluster, missing, goes_on=intent.goes_on)
             self._add(record)
             intent.done()
@@ -192,7 +192,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         run = _opened(record, self._cluster, kind, self._environ, begun=intent.begun)
         age_s = time.time() - intent.begun
         try:
-            runs, missing = _interrupted(run, intent, self._profile)
+            runs, missing = _interrupted(run, intent)
             _tidy(run, runs, missing, settled=age_s > SETTLED_S)
         except (LauncherError, InputError):
             return run  # its status gives the reason
@@ -218,7 +218,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
             if record is None or record.profile != stored or data.get("files"):
                 continue
             try:
-                manifest = LocalState(record.name, self._environ).manifest(profile)
+                manifest = LocalState(record.name, self._environ).manifest()
             except (LauncherError, InputError):
                 continue
             if manifest != render(plan.named(record.name)):
@@ -262,7 +262,7 @@ def _opened(
 
 
 def _interrupted(
-    run: KubernetesRun, intent: submission_journal.Intent, profile: KubernetesProfile
+    run: KubernetesRun, intent: submission_journal.Intent
 ) -> tuple[list[RunObjects], list[RunObjects]]:
     """Return the objects of an interrupted submission by run, and the runs without a workload.
 
@@ -279,7 +279,7 @@ def _interrupted(
         raise LauncherError(
             f"what was to be submitted as {run.local.name} is gone: {error}"
         ) from error
-    runs = workloads.objects_by_run(run.local.manifest(profile, files), kind, files)
+    runs = workloads.objects_by_run(run.local.manifest(), kind, files)
     if len(runs) > 1:
         try:
             items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [run.local.name]))

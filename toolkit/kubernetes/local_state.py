@@ -13,13 +13,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec, load
-from toolkit.kubernetes.workloads import manifest_for
-from toolkit.planning import plan
-from toolkit.profile import KubernetesProfile
 from toolkit.runs.restarts import Restart
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.state_dir import state_folder
@@ -84,10 +80,8 @@ class LocalState:
             )
         return load(self._job)
 
-    def manifest(
-        self, profile: KubernetesProfile, files: Mapping[str, bytes] = MappingProxyType({})
-    ) -> str:
-        """Return the manifest that the run was submitted by, to this profile with these files.
+    def manifest(self) -> str:
+        """Return the manifest that the run was submitted by.
 
         Raises:
             LauncherError: it was submitted elsewhere, or cannot be read.
@@ -95,8 +89,10 @@ class LocalState:
         try:
             packed = untrusted.read_bytes(self._manifest, limit=_MANIFEST_BYTES)
             return gzip.decompress(packed).decode()
-        except FileNotFoundError:  # version 0.1 has submitted it, which kept no manifest
-            return manifest_for(plan(self.job(), profile, run_name=self.name), files)
+        except FileNotFoundError as error:
+            raise LauncherError(
+                f"the manifest of {self.name} is not kept here ({self._manifest})"
+            ) from error
         except (OSError, EOFError, zlib.error, ValueError) as error:
             raise LauncherError(f"the manifest of {self.name} cannot be read: {error}") from error
 

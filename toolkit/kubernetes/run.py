@@ -13,7 +13,6 @@ from toolkit.errors import InputError, LauncherError, RunLost
 from toolkit.kubernetes.client.connection import Away
 from toolkit.kubernetes.client.resources import Cluster, pod_selector_of, selector_of
 from toolkit.kubernetes.client.watcher import ObjectWatch
-from toolkit.kubernetes.delivered_files import is_delivery, key_of, signed
 from toolkit.kubernetes.failure import failure_of
 from toolkit.kubernetes.glimpse import glimpse_of
 from toolkit.kubernetes.local_state import LocalState, Settings
@@ -306,7 +305,7 @@ class KubernetesRun(Run):
     def recorded(self, *names: str) -> Iterator[Path]:
         """Give a folder with files from the claim, by a pod of the run or a helper pod."""
         with tempfile.TemporaryDirectory() as folder:
-            fetch(self, {name: Path(folder, name) for name in names})
+            fetch(self, lambda: [(name, Path(folder, name)) for name in names])
             yield Path(folder)
 
     def live_dir(self) -> Path | None:
@@ -329,8 +328,7 @@ class KubernetesRun(Run):
             raise LauncherError(
                 f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
             )
-        key = self.key
-        return (line for line in self._read(view, on_status) if signed(line, key) is None)
+        return self._read(view, on_status)
 
     def lost_output(self) -> str:
         """Return the pods of an ended run that are gone, and where their output is.
@@ -349,20 +347,6 @@ class KubernetesRun(Run):
             f"the output of {', '.join(gone[:5])}{' …' if gone[5:] else ''} is gone with its pod"
             + (where if self.record.profile.get("runs_claim") else "")
         )
-
-    @property
-    def key(self) -> str:
-        """The key by which its pods sign the lines that hand over files; empty without a call."""
-        return key_of(self.record.run_dir)
-
-    def delivered(self) -> Iterator[str]:
-        """Yield the lines in which the pods of a call hand over files.
-
-        Raises:
-            RunLost: the run is gone, and its log with it.
-            LauncherError: the logs cannot be read.
-        """
-        return filter(is_delivery, self._read(LogView(), lambda _: None))
 
     def _read(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         obj = self.cluster.get(self.kind, self.object_name)

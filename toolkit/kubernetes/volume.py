@@ -10,7 +10,7 @@ import hashlib
 import posixpath
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -21,7 +21,6 @@ from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.kubernetes.pods import is_up, sentence, trouble
 from toolkit.kubernetes.workloads import Object, WorkloadKind, owned
 from toolkit.planning.pods import MANAGER
-from toolkit.profile import KubernetesProfile
 from toolkit.runs.long_operation import Report, operation
 from toolkit.runs.submission_journal import UnknownOutcome
 from toolkit.text.quantities import rounded_size
@@ -219,24 +218,30 @@ def placed(
             raise
 
 
-def fetch(run: "KubernetesRun", targets: Mapping[str, Path]) -> set[str]:
-    """Copy files of a run's run directory here, each whole or not at all.
+def fetch(run: "KubernetesRun", targets: Callable[[], Iterable[tuple[str, Path]]]) -> None:
+    """Copy files of a run's run directory here, each whole or not at all, as far as they exist.
 
-    They are read in a pod of the run while one runs, else in one that is made for it. The targets
-    are local paths by those in the run directory. Returns the ones that are not there.
+    They are read in a pod of the run while one runs, else in one that is made for it.
+
+    Args:
+        run: The run.
+        targets: Yields paths in the run directory, each with the local path; may look at files that
+            it has yielded before.
 
     Raises:
         LauncherError: they cannot be read, or nothing outlives the pods.
     """
     with operation("fetching files from the claim") as report:
-        return _fetched(run, targets, report)
+        _fetch(run, targets, report)
 
 
-def _fetched(run: "KubernetesRun", targets: Mapping[str, Path], report: Report) -> set[str]:
+def _fetch(
+    run: "KubernetesRun", targets: Callable[[], Iterable[tuple[str, Path]]], report: Report
+) -> None:
     cluster, kind = run.cluster, run.kind
     workload = cluster.get(kind, run.object_name)
     if workload is None:
-        manifest = run.local.manifest(KubernetesProfile.model_validate(run.record.profile))
+        manifest = run.local.manifest()
         workload = next(
             document
             for document in documents_of(manifest)
@@ -249,27 +254,23 @@ def _fetched(run: "KubernetesRun", targets: Mapping[str, Path], report: Report) 
         name = str(pod["metadata"]["name"])
         with contextlib.suppress(Missing):  # it has ended just now
             there = Files(cluster, name, kind.container, run_dir_of(workload, kind))
-            return _copied(there, targets, report)
+            return _copy(there, targets(), report)
     report(0, None, "a pod starts for it")
     with transfer(cluster, kind, workload) as files:
-        return _copied(files, targets, report)
+        _copy(files, targets(), report)
 
 
-def _copied(files: Files, targets: Mapping[str, Path], report: Report) -> set[str]:
-    missing = set()
-    for name, path in targets.items():
+def _copy(files: Files, targets: Iterable[tuple[str, Path]], report: Report) -> None:
+    for name, path in targets:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(3)}")
         try:
             with draft.open("wb") as out:
-                complete = files.fetch(name, out, report)
-            if complete:
+                exists = files.fetch(name, out, report)
+            if exists:
                 draft.replace(path)
-            else:
-                missing.add(name)
         finally:
             draft.unlink(missing_ok=True)
-    return missing
 
 
 @contextlib.contextmanager

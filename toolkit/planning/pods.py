@@ -16,9 +16,6 @@ from toolkit.text.quantities import kubernetes_count, kubernetes_size, parse_siz
 MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 
-FILE_MARK = f"@{MANAGER} "
-"""The beginning of log lines that hold a part of a file, see functions/pod_results.py."""
-
 RUN_LABEL = f"{MANAGER}/run"
 """The label by which everything that belongs to a run is found."""
 

@@ -24,8 +24,6 @@ PROFILES = sorted(
         *ROOT.glob("slurm/profiles/*.yaml"),
         *ROOT.glob("k8s/profiles/*.yaml"),
         *ROOT.glob("tests/data/profiles/*.yaml"),
-        *(ROOT / f"tests/data/recorded-0.1/files/{name}.yaml" for name in ("local", "slurm")),
-        ROOT / "tests/data/recorded-0.1/files/k8s.yaml",
     ]
 )
 
