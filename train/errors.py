@@ -96,9 +96,12 @@ ECHOES = (
 """Messages that only report another rank's loss: regular expressions over lower-case text. The
 launcher that reads the logs holds the same list."""
 
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+NO_ECHOES = (
+    "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+    "|eaddrinuse"
+)
 """Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
-gloo's about ranks that are in different collectives."""
+gloo's about ranks that are in different collectives, and a port that is taken."""
 
 
 def is_collateral(error: BaseException) -> bool:

@@ -44,10 +44,10 @@ from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.scheduler_times import Scheduled
 from toolkit.runs.startup import waits_for
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.torchrun_report import read_reports, report_texts
-from toolkit.runs.tracebacks import last_trace
 from toolkit.runs.trackers import _AppendingTracker
 from toolkit.slurm.sweep import read_points
+from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
+from toolkit.supervisor.evidence.traceback import last_trace
 
 MOST = 2.4
 """By how much more a doubling may add than the one before; a table that grows adds a little."""

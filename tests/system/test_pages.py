@@ -13,8 +13,10 @@ import toolkit
 from tests.conftest import ROOT
 from toolkit.cli import cli
 from toolkit.profile import load_profile
-from toolkit.runs.failure import Failure, headline, is_echo, judge
+from toolkit.runs.failure import Failure, headline
 from toolkit.slurm.status import in_words
+from toolkit.supervisor.evidence.echoes import is_echo
+from toolkit.supervisor.evidence.rank_end import judge
 
 HOW_TO = ROOT / "docs/how-to"
 MIGRATIONS = {page.stem: page.read_text() for page in sorted(HOW_TO.glob("migrate-from-*.md"))}
@@ -175,7 +177,7 @@ def test_each_error_has_its_meaning_and_a_way_out() -> None:
         ),
         (
             "torch.distributed.DistNetworkError: … port: 29500, … EADDRINUSE",
-            True,
+            False,
         ),
         ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no error", True),
         (

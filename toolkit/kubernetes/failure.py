@@ -14,7 +14,6 @@ from datetime import datetime
 from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, lines_of, unless_refused
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.logs import STAMPED
 from toolkit.kubernetes.pods import (
     OF_RANK,
@@ -29,9 +28,15 @@ from toolkit.kubernetes.pods import (
     true_conditions,
 )
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.failure import Failure, Kind, first_of, is_echo, judge, killed_by
-from toolkit.runs.torchrun_report import Reported, read_reports, report_texts, shift_s
-from toolkit.runs.tracebacks import Trace, last_trace
+from toolkit.runs.failure import Failure, first_of
+from toolkit.supervisor.evidence.rank_end import exited, judge, kind_of
+from toolkit.supervisor.evidence.torchrun_report import (
+    Reported,
+    read_reports,
+    report_texts,
+    shift_s,
+)
+from toolkit.supervisor.evidence.traceback import Trace, last_trace
 
 LogLine = tuple[float | None, str]
 """When it was printed, in seconds since 1970, where that is known; and the line."""
@@ -135,8 +140,7 @@ def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
             whole_seconds = datetime.fromisoformat(f"{match[1].decode()}+00:00").timestamp()
             time = whole_seconds + float(b"0." + (match[2] or b"0"))
             text = match[3]
-        if not is_delivery(line := text.decode(errors="replace")):
-            yield time, line
+        yield time, text.decode(errors="replace")
 
 
 def _of_conditions(things: Iterable[Object]) -> Failure | None:
@@ -216,7 +220,7 @@ class _RanksOutput:
         now = stamps[-1] if stamps else self.container.ended
         last = max((reported.time for reported in reports), default=now)
         shift = shift_s(now - last)
-        return [replace(reported, time=reported.time + shift) for reported in reports]
+        return [reported._replace(time=reported.time + shift) for reported in reports]
 
     def failures(self, reports: Sequence[Reported], base: int | None) -> list[Failure]:
         """Return how the ranks have failed that torchrun reports, or else that left a traceback.
@@ -237,9 +241,8 @@ class _RanksOutput:
         for time, status, local_rank in self.noticed:
             rank = None if base is None else base + local_rank
             if status != 1 or rank not in with_trace:
-                kind: Kind = "signal" if status < 0 else "exit"
-                message = killed_by(-status) if status < 0 else f"exit status {status}"
-                ended = self._failure(kind, message, time)
+                kind = "signal" if status < 0 else "exit"
+                ended = self._failure(kind, exited(status), time)
                 yield replace(ended, rank=rank, local_rank=local_rank)
 
     def container_failures(self) -> list[Failure]:
@@ -251,7 +254,7 @@ class _RanksOutput:
             return []
         trace = last_trace([text for _, text in self.others])
         if trace is not None and not _OWN.match(trace.message):
-            raised = self._failure(_kind_of(trace), trace.message)
+            raised = self._failure(kind_of(trace.message), trace.message)
             return [replace(raised, traceback=trace.lines)]
         words = str(last_words("\n".join(text for _, text in container.lines)))
         message = f"exit status {container.exit_code}" + (f": {words}" if words else "")
@@ -290,7 +293,7 @@ class _RanksOutput:
         traces = ((r, lines, last_trace([t for _, t in lines])) for r, lines in self.ranks.items())
         return [
             replace(
-                self._failure(_kind_of(trace), trace.message, _time_of(lines, trace)),
+                self._failure(kind_of(trace.message), trace.message, _time_of(lines, trace)),
                 rank=rank,
                 local_rank=None if base is None else rank - base,
                 traceback=trace.lines,
@@ -299,7 +302,7 @@ class _RanksOutput:
             if trace is not None and trace.at_end
         ]
 
-    def _failure(self, kind: Kind, message: str, time: float | None = None) -> Failure:
+    def _failure(self, kind: str, message: str, time: float | None = None) -> Failure:
         return Failure(
             kind=kind,
             node=self.container.pod,
@@ -326,10 +329,6 @@ def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
             starts[-1].ranks[rank] += rank_lines
         starts[-1].others += late.others
     return starts
-
-
-def _kind_of(trace: Trace) -> Kind:
-    return "echo" if is_echo(trace.message) else "exception"
 
 
 def _time_of(lines: Sequence[LogLine], trace: Trace | None) -> float | None:

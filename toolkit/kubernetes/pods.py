@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from toolkit.kubernetes.delivered_files import is_delivery
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.failure import STOPS
 from toolkit.runs.scheduler_times import Scheduled
-from toolkit.runs.torchrun_report import read_reports, report_texts
-from toolkit.runs.tracebacks import last_trace
+from toolkit.supervisor.evidence.rank_end import STOPS
+from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
+from toolkit.supervisor.evidence.traceback import last_trace
 from toolkit.text.quantities import whole_number
 
 FATAL = 42
@@ -265,7 +264,7 @@ def last_words(message: str) -> LastWords:
             by_rank[int(match[1])].append(match[2])
         elif match := _OF_ENTRYPOINT.match(line):
             verdict = match
-        elif not is_delivery(line):
+        else:
             others.append(line)
     # Those that torchrun has ended are no cause.
     reports = read_reports(others)

@@ -2,30 +2,26 @@
 
 The evidence: a rank whose main function is wrapped by `@record` leaves an error file, as `train/`
 does; other ranks leave a traceback in their stderr; torchrun's report at its end lists the ranks
-that failed, with their signals. `judge` weighs it. On Slurm and on this machine the evidence is in
-the folder of the attempt; for pods, `toolkit/kubernetes/failure.py` reads it from their logs.
+that failed, with their signals. `judge` weighs it, as it does for the supervisor. On Slurm and on
+this machine the evidence is in the folder of the attempt; for pods, `toolkit/kubernetes/failure.py`
+reads it from their logs.
 """
 
-import contextlib
-import re
-import signal
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
 
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.rank_folders import RankStart, reports_of, starts_of
-from toolkit.runs.torchrun_report import Reported
-from toolkit.runs.tracebacks import Trace, last_trace
-from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
+from toolkit.supervisor.evidence.rank_end import RankEnd, judge, kind_of
+from toolkit.supervisor.evidence.torchrun_report import Reported
+from toolkit.supervisor.evidence.traceback import Trace, last_trace
 from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
-_LAST_WORDS = 5
 _MOST_EARLIER = 50
 """How many failures of earlier starts are shown: the newest ones."""
 
@@ -44,36 +40,14 @@ _TOLD = "stopped by "
 _NOT_BEGUN = ("gave_up", "no_progress")
 """Those of attempts that may have ended before they have started anything."""
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""The signals that torchrun forwards to its ranks, and ends the other ranks with."""
-
-_WHAT = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
-"""An exception of C++ that nothing has caught, as it is printed before SIGABRT."""
-
-_ECHO = re.compile("|".join(ECHOES))
-_NO_ECHO = re.compile(NO_ECHOES)
-
-
-def is_echo(message: str) -> bool:
-    """Whether a message only reports the loss of another rank.
-
-    >>> is_echo("RuntimeError: Connection closed by peer"), is_echo("ValueError: sample 7")
-    (True, False)
-    """
-    text = message.lower()
-    return bool(_ECHO.search(text)) and not _NO_ECHO.search(text)
-
-
 # ---- The failure of a run
-
-Kind = Literal["exception", "signal", "exit", "echo"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """What the rank that failed first has left."""
 
-    kind: Kind
+    kind: str
     """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
     `echo`: it only reports the loss of another rank; the cause is unknown."""
 
@@ -220,68 +194,6 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
     return run_directory.exit_status_of(attempt) == 0 or word in _WELL or stopped
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Why a rank ended."""
-
-    kind: Kind
-    message: str
-    traceback: tuple[str, ...]
-    source: Literal["error file", "traceback", "report"]
-    """The evidence that counted, whose time is that of the failure."""
-
-
-def judge(
-    exitcode: int | None,
-    *,
-    error: tuple[str, tuple[str, ...]] | None,
-    stderr: Sequence[str],
-    out_of_memory: bool,
-) -> Verdict | None:
-    """Return why a rank ended; None for a rank that was only ended with the others.
-
-    Args:
-        exitcode: Its exit status in torchrun's report, if there is one; negative for a signal.
-        error: Message and traceback of its error file.
-        stderr: Its last lines.
-        out_of_memory: Whether the kernel has killed a process there for want of memory.
-    """
-    trace = last_trace(stderr)
-    if error is not None:
-        message, lines = error
-        lines = lines or (trace.lines if trace else ())
-        return Verdict(kind=_kind(message), message=message, traceback=lines, source="error file")
-    if exitcode is None or -exitcode in STOPS:
-        return None
-    last_words = tuple([line for line in stderr if line.strip()][-_LAST_WORDS:])
-    if exitcode == 1 and trace:
-        message, lines = trace.message, trace.lines
-        return Verdict(kind=_kind(message), message=message, traceback=lines, source="traceback")
-    kind: Kind = "exit"
-    message = f"exit status {exitcode}" + (f": {last_words[-1]}" if last_words else "")
-    if exitcode < 0:
-        aborted = exitcode == -signal.SIGABRT and is_echo("\n".join(last_words))
-        kind, message = "echo" if aborted else "signal", killed_by(-exitcode)
-        if exitcode == -signal.SIGABRT and (whats := _WHAT.findall("\n".join(stderr))):
-            message += f": {whats[-1]}"
-        if exitcode == -signal.SIGKILL and out_of_memory:
-            message += "; the kernel has killed a process there for want of memory"
-        if trace and trace.at_end:
-            last_words = trace.lines
-    return Verdict(kind=kind, message=message, traceback=last_words, source="report")
-
-
-def _kind(message: str) -> Kind:
-    return "echo" if is_echo(message) else "exception"
-
-
-def killed_by(number: int) -> str:
-    """Return the sentence for a signal that has killed a rank."""
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(number).name}"
-    return f"killed by signal {number}"
-
-
 def _judged(
     attempt: Path, start: RankStart, bases: Mapping[str, int], reported: Reported | None = None
 ) -> Failure | None:
@@ -307,11 +219,9 @@ def _judged(
 def _unreported(attempt: Path, start: RankStart, bases: Mapping[str, int]) -> Failure | None:
     """Return a rank's failure from the end of its stderr, if its torchrun was killed as well."""
     trace = last_trace(start.stderr())
-    if trace is None or not trace.at_end or is_echo(trace.message):
+    if trace is None or not trace.at_end or kind_of(trace.message) == "echo":
         return None
-    verdict = Verdict(
-        kind="exception", message=trace.message, traceback=trace.lines, source="traceback"
-    )
+    verdict = RankEnd("exception", trace.message, trace.lines, "traceback")
     return _failure(attempt, start, bases, trace, verdict, start.silent_since())
 
 
@@ -320,7 +230,7 @@ def _failure(
     start: RankStart,
     bases: Mapping[str, int],
     trace: Trace | None,
-    verdict: Verdict,
+    verdict: RankEnd,
     time: float,
 ) -> Failure:
     rank = trace.rank if trace else None

@@ -13,11 +13,11 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at, nodes_of
-from toolkit.runs.torchrun_report import Reported, read_reports, shift_s
+from toolkit.supervisor.evidence.torchrun_report import Reported, read_reports, shift_s
 from toolkit.text import untrusted
 
 _LOG_BYTES = 8 << 20
@@ -195,7 +195,7 @@ def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[Ra
     for start, reported in reports.items():
         away_s = error[2] - reported.time if (error := start.error()) else 0.0
         if (shift := shift_s(away_s)) and abs(away_s - shift) < 30:
-            return {one: replace(r, time=r.time + shift) for one, r in reports.items()}
+            return {one: r._replace(time=r.time + shift) for one, r in reports.items()}
     return reports
 
 

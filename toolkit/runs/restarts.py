@@ -8,10 +8,11 @@ from datetime import datetime
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from toolkit.runs.failure import earlier_failures, first_failure, killed_by
+from toolkit.runs.failure import earlier_failures, first_failure
 from toolkit.runs.log_reader import attempt_folders, attempt_spans, end_of, modified_at
 from toolkit.runs.rank_folders import RankStart, begins_of, count_starts, starts_of
 from toolkit.runs.run_directory import reason_of
+from toolkit.supervisor.evidence.rank_end import exited
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask
 
@@ -148,8 +149,7 @@ def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[tuple[float, st
                 when = datetime.strptime(f"{year}{day} {clock}", "%Y%m%d %H:%M:%S.%f")
             except ValueError:
                 continue
-            how = killed_by(-int(code)) if code.startswith("-") else f"exit status {code}"
-            found.append((when.timestamp(), f"local rank {local_rank}{{}}: {how}"))
+            found.append((when.timestamp(), f"local rank {local_rank}{{}}: {exited(int(code))}"))
     return found
 
 

@@ -11,8 +11,12 @@ from .evidence.files import read
 from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, from_line, last_failure
 from .evidence.repeated import Repetitions, earlier_alike
-from .evidence.torchrun_report import exitcode_logged
+from .evidence.torchrun_report import logged_failure
 from .policy import Counts, Evidence, Verdict
+
+LOOKS_AFTER_FAILURE = 13
+"""For so many looks after a start may have failed, its errors are looked for: on a file server they
+may come a minute late."""
 
 
 class PodFolder(Evidence):
@@ -34,6 +38,9 @@ class PodFolder(Evidence):
         """Whether the failures of two starts are compared."""
         self._cgroups = cgroups
         self.repetitions = Repetitions(self._starts, self._torchruns)
+        self._torchrun, self._start = "", 0
+        """The folder of this pod's torchrun, and its newest start of the ranks."""
+        self._log_size, self._looks_left = 0, 0
 
     def counts(self) -> Counts:
         """Return what this pod's starts since the submission have come to."""
@@ -52,13 +59,32 @@ class PodFolder(Evidence):
             return False
         return changed_ns > self.began_ns
 
+    def may_be_repeated(self) -> bool:
+        """Whether a start has failed of late: torchrun has logged, or has started the ranks again.
+
+        Nothing is opened or listed for it, once torchrun has its folder: many pods share them.
+        """
+        if not self._torchrun:
+            self._torchrun = next(iter(self.newer(self.own, "*/")), "")
+        before, size = (self._start, self._log_size), 0
+        with contextlib.suppress(OSError):
+            size = os.stat(self.torchrun_log()).st_size
+        while os.path.isdir(f"{self._torchrun}attempt_{self._start + 1}"):
+            self._start += 1
+        self._log_size = size
+        if self._torchrun and (self._start, size) != before:
+            self._looks_left = LOOKS_AFTER_FAILURE
+        self._looks_left -= 1
+        return self._looks_left >= 0 or self.repetitions.awaits_cause
+
     def repeated(self) -> Optional[Failure]:
         """How two starts by one torchrun failed alike, if it was stopped for that."""
         return from_line(read(self.file("repeated"), 4096))
 
     def exited_with(self, status: int) -> bool:
         """Whether the last worker of which torchrun has reported has ended with this status."""
-        return exitcode_logged(self.torchrun_log()) == str(status)
+        last = logged_failure(self.torchrun_log())
+        return last is not None and last.exitcode == status
 
     def no_progress(self) -> bool:
         """Whether another pod has seen that a worker ends for want of progress."""
@@ -71,7 +97,7 @@ class PodFolder(Evidence):
         """
         if not self.stopping:
             return None
-        if self.out_of_memory() is not None and exitcode_logged(self.torchrun_log()):
+        if self.out_of_memory() is not None and logged_failure(self.torchrun_log()):
             return None
         return Verdict("preempted", "stopped from outside")
 
@@ -99,8 +125,8 @@ class PodFolder(Evidence):
         return twice or (now if now and earlier_alike(now, earlier) else None)
 
     def _starts(self) -> Starts:
-        code = exitcode_logged(self.torchrun_log())
-        reports = [f"  exitcode : {code}"] if code else []
+        last = logged_failure(self.torchrun_log())
+        reports = [f"  exitcode : {last.exitcode}"] if last else []
         return Starts(self.run_dir, self.number, [self.name], reports, self.began_ns)
 
     def _torchruns(self) -> List[str]:

@@ -5,7 +5,6 @@ import doctest
 import pytest
 
 from toolkit.functions import worker
-from toolkit.runs import failure
 from toolkit.supervisor.evidence import echoes
 from train import errors
 
@@ -31,7 +30,7 @@ def test_all_programs_hold_the_same_list() -> None:
     ],
 )
 def test_a_lost_peer_is_known_by_its_message_on_every_side(message: str, echo: bool) -> None:
-    assert failure.is_echo(message) is echo
+    assert echoes.is_echo(message) is echo
     error, patterns = RuntimeError(message), ("|".join(echoes.ECHOES), echoes.NO_ECHOES)
     assert (worker.is_echo(error, *patterns), errors.is_collateral(error)) == (echo, echo)
 

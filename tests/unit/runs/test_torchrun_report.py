@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.runs.log_reader import LogFilter, LogView
-from toolkit.runs.torchrun_report import read_reports
+from toolkit.supervisor.evidence.torchrun_report import read_reports
 
 STOPPED = """\
 Traceback (most recent call last):

@@ -4,6 +4,8 @@
 `toolkit/functions/worker.py` finds the list in `call.json`.
 """
 
+import re
+
 ECHOES = (
     "connection (closed|reset) by peer",
     "connection (refused|was closed)",
@@ -23,9 +25,24 @@ ECHOES = (
     "another rank went away",
     "^the same as (rank [0-9]+|another rank)",
 )
-"""Regular expressions over lower-case text, which Python and awk read alike: gloo's, NCCL's and
-torch's messages of a lost connection, and those of `train/`."""
+"""Regular expressions over lower-case text: gloo's, NCCL's and torch's messages of a lost
+connection, and those of `train/`."""
 
-NO_ECHOES = "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+NO_ECHOES = (
+    "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
+    "|eaddrinuse"
+)
 """Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
-gloo's about ranks that are in different collectives."""
+gloo's about ranks that are in different collectives, and a port that is taken."""
+
+_ECHO, _NO_ECHO = re.compile("|".join(ECHOES)), re.compile(NO_ECHOES)
+
+
+def is_echo(message: str) -> bool:
+    """Whether a message only reports the loss of another rank.
+
+    >>> is_echo("RuntimeError: Connection closed by peer"), is_echo("ValueError: sample 7")
+    (True, False)
+    """
+    text = message.lower()
+    return bool(_ECHO.search(text)) and not _NO_ECHO.search(text)

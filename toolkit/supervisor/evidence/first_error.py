@@ -8,7 +8,7 @@ import os
 import re
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from .echoes import ECHOES, NO_ECHOES
+from .echoes import is_echo
 from .files import last_lines, read
 
 MESSAGE_CHARS = 300
@@ -63,8 +63,6 @@ def _loose(text: str) -> str:
 
 
 # ---- What ranks have raised
-
-_PEER, _OWN = re.compile("|".join(ECHOES)), re.compile(NO_ECHOES)
 
 _FAULT = re.compile(
     "(?:Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax"
@@ -278,8 +276,7 @@ class _Look:
                 text = _printed(file.path)
             if not text or text.startswith("stopped by "):
                 continue
-            low = text.lower()
-            if not _PEER.search(low) or _OWN.search(low):
+            if not is_echo(text):
                 kind = "fault" if _FAULT.match(text) else "error"
                 return Failure(kind, self._step(start), _plain(text, self.hosts))
             if not bare.startswith("signal"):

@@ -21,6 +21,11 @@ class Repetitions:
         self._echo: Optional[Failure] = None
         self._echo_s = 0.0
 
+    @property
+    def awaits_cause(self) -> bool:
+        """Whether an echo was found, and not yet the error that it is the echo of."""
+        return self._echo is not None
+
     def in_job(self, *, all_ended: bool) -> Optional[Failure]:
         """Return how the ranks of one torchrun failed alike in two starts, if they have.
 

@@ -3,10 +3,10 @@
 import glob
 import os
 import re
-import signal
 from typing import Dict, Iterable, List, Tuple
 
 from .files import TAIL_BYTES, open_regular, read
+from .rank_end import exited
 
 _NODES_BEGIN_WITHIN_S = 5
 """All nodes start their ranks within so many seconds: their torchruns count by themselves."""
@@ -55,14 +55,7 @@ def last_cause(logs: Iterable[str], begin: int = 0) -> str:
     found = _FAILED.search(newest)
     if found is None:
         return ""
-    code, rank = int(found.group(1)), found.group(2).decode()
-    if code >= 0:
-        return f"local rank {rank}: exit status {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"local rank {rank}: killed by {name}"
+    return f"local rank {found.group(2).decode()}: {exited(int(found.group(1)))}"
 
 
 def after_restarts(run_dir: str, attempt: int, logs: Iterable[str], begin: int = 0) -> str:

@@ -1,15 +1,132 @@
 """What torchrun tells of ranks that have failed: at its end, and in its log (TORCH_LOGS_OUT)."""
 
+import contextlib
 import re
-from typing import Iterable, List
+import time
+from collections import deque
+from typing import Deque, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from .files import TAIL_BYTES, last_lines, open_regular
 
-LINE = re.compile(rb"Root Cause| +(?:time|host|exitcode) *:")
+LINE = re.compile(rb"Root Cause| +(?:time|host|rank|exitcode|error_file) *:")
 """Of a report, as far as it counts."""
 
-_MOST_LINES = 30000
+_MOST_LINES = 50000
 """Of reports: those of some thousand ranks."""
+
+_KEYS = ("time", "host", "rank", "exitcode", "error_file")
+_MOST_INCOMPLETE = 10000
+"""How many reports may be incomplete at a time: those of all nodes, mixed line by line."""
+
+_REPORT_LINE = re.compile(r" {2}(time|host|rank|exitcode|error_file) *: (.*)")
+_FAILED = re.compile(r"failed \(exitcode: (-?[0-9]{1,9})\) local_rank: ([0-9]{1,9}) ")
+"""What torchrun logs when a rank has failed, also where it starts the ranks again."""
+
+
+class Reported(NamedTuple):
+    """A rank that has failed, as torchrun reports it at its end."""
+
+    time: float
+    """When torchrun noticed the failure, or the time in the error file; a node's clock, whole
+    seconds, and a moment more unless torchrun calls the failure the root cause."""
+
+    host: str
+    """The node's name of itself, without its domain."""
+
+    rank: int
+    local_rank: int
+
+    exitcode: int
+    """The exit status; a signal's number is negative."""
+
+    error_file: str = ""
+    """Where the rank has written why; empty where it has not."""
+
+
+def read_reports(lines: Iterable[str]) -> List[Reported]:
+    """Return the failures of all reports in a log; those of several nodes may be mixed."""
+    reports: List[Reported] = []
+    # The incomplete reports by how many of their lines have come, the oldest first.
+    waiting: List[Deque[List[str]]] = [deque(maxlen=_MOST_INCOMPLETE) for _ in _KEYS]
+    root_causes = 0
+    for line in lines:
+        root_causes += line.startswith("Root Cause")
+        match = _REPORT_LINE.match(line)
+        if match is None:
+            continue
+        value = match.group(2).strip()
+        position = _KEYS.index(match.group(1))
+        if position == 0:
+            waiting[0].append([])
+            value += "" if root_causes else ".001"
+            root_causes -= bool(root_causes)
+        if not waiting[position]:
+            continue
+        block = waiting[position].popleft()
+        block.append(value)
+        if len(block) < len(_KEYS):
+            waiting[len(block)].append(block)
+        else:
+            with contextlib.suppress(ValueError, OverflowError, OSError):
+                reports.append(_reported(*block))
+    return reports
+
+
+def _reported(when: str, host: str, rank: str, exitcode: str, error_file: str) -> Reported:
+    moment = re.match(r"(\d{4})-(\d\d)-(\d\d)[_T ](\d\d):(\d\d):(\d\d)(\.\d{1,6})?$", when)
+    ranks = re.match(r"(\d{1,9}) \(local_rank: (\d{1,9})\)", rank)
+    code = re.match(r"-?\d{1,9}", exitcode)
+    if moment is None or ranks is None or code is None:
+        raise ValueError
+    year, month, day, hour, minute, second = map(int, moment.groups()[:6])
+    date = (year, month, day, hour, minute, second, 0, 0, -1)
+    return Reported(
+        time=time.mktime(date) + float(moment.group(7) or 0),
+        host=host.partition(".")[0],
+        rank=int(ranks.group(1)),
+        local_rank=int(ranks.group(2)),
+        exitcode=int(code.group()),
+        error_file="" if error_file == "<N/A>" else error_file,
+    )
+
+
+def report_texts(lines: Iterable[str]) -> Dict[int, Tuple[str, ...]]:
+    """Return what the ranks' error files say, by rank, as the report of one torchrun shows it.
+
+    Ranks that have left no error file are not in it.
+    """
+    texts: Dict[int, List[str]] = {}
+    lines_of_rank: Optional[List[str]] = None
+    rank, written = -1, False
+    for line in lines:
+        match = _REPORT_LINE.match(line)
+        if match:
+            lines_of_rank = None
+            if match.group(1) == "rank":
+                digits = re.match(r"\d{1,9}", match.group(2))
+                rank = int(digits.group()) if digits else -1
+            elif match.group(1) == "error_file":
+                written = match.group(2).strip() != "<N/A>"
+        elif written and line.startswith("  traceback : "):
+            lines_of_rank = texts[rank] = [line[len("  traceback : ") :]]
+        elif line.startswith(("---", "===")):
+            lines_of_rank, written = None, False
+        elif lines_of_rank is not None:
+            lines_of_rank.append(line[2:] if line.startswith("  ") else line)
+    texts.pop(-1, None)
+    return {rank: tuple("\n".join(text).rstrip().split("\n")) for rank, text in texts.items()}
+
+
+_QUARTER_S = 900
+"""Time zones differ by multiples of this; that of a container may not be ours."""
+
+
+def shift_s(away_s: float) -> int:
+    """Return how far two time zones are apart whose clocks show times that differ by so much."""
+    return round(away_s / _QUARTER_S) * _QUARTER_S
+
+
+# ---- In files
 
 
 def report_lines(paths: Iterable[str]) -> List[str]:
@@ -31,7 +148,7 @@ def has_exitcode(lines: Iterable[str], status: int) -> bool:
     return any(re.match(rf" *exitcode +: {status}(?: |$)", line) for line in lines)
 
 
-def exitcode_logged(path: str) -> str:
-    """Return how the last rank of which torchrun's log tells has ended; nothing without one."""
-    found = re.findall(r"failed \(exitcode: (-?[0-9]+)", "\n".join(last_lines(path)))
-    return str(found[-1]) if found else ""
+def logged_failure(path: str) -> Optional[Reported]:
+    """Return the last rank of which torchrun's log tells that it has failed."""
+    found = _FAILED.findall("\n".join(last_lines(path)))
+    return Reported(0.0, "", -1, int(found[-1][1]), int(found[-1][0])) if found else None

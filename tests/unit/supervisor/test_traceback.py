@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.runs.tracebacks import last_trace
+from toolkit.supervisor.evidence.traceback import last_trace
 
 FRAMES = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]
 CHAINED = [

@@ -1,22 +1,20 @@
 """The traceback in what a rank has printed on its stderr."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
+class Trace(NamedTuple):
     """A traceback in what a rank has printed."""
 
-    lines: tuple[str, ...]
+    lines: Tuple[str, ...]
     """The traceback; exceptions that were chained are part of it."""
 
     message: str
     """Its last line: the exception and its message."""
 
-    rank: int | None
+    rank: Optional[int]
     """The rank, if torch prints it: once the process group is made, before each line."""
 
     at_end: bool
@@ -41,13 +39,14 @@ _MOST_WORDS = 50
 """How many lines an exception may say."""
 
 
-def last_trace(printed: Sequence[str]) -> Trace | None:
+def last_trace(printed: Sequence[str]) -> Optional[Trace]:
     """Return the last traceback of a rank's stderr, with the whole message of the exception."""
     rank = None
     lines = []
     for line in printed:
-        if match := _PREFIX.match(line):
-            rank = int(match[1])
+        match = _PREFIX.match(line)
+        if match:
+            rank = int(match.group(1))
             line = line[match.end() :]
         lines.append(line)
     starts = [
@@ -67,7 +66,7 @@ def last_trace(printed: Sequence[str]) -> Trace | None:
         begin = earlier
     prefixed = _PREFIX.match(printed[start]) is not None
     frames = list(takewhile(lambda line: not line or line[0].isspace(), lines[start + 1 :]))
-    lines_of_error: list[str] = []
+    lines_of_error: List[str] = []
     for number in range(start + 1 + len(frames), len(lines)):
         other = prefixed and printed[number] and not _PREFIX.match(printed[number])
         if other or _FOREIGN.match(printed[number]) or len(lines_of_error) == _MOST_WORDS:

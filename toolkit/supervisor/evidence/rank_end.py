@@ -1,0 +1,90 @@
+"""Why a rank has ended: one judge of its error file, its stderr and torchrun's report."""
+
+import re
+import signal
+from typing import NamedTuple, Optional, Sequence, Tuple
+
+from .echoes import is_echo
+from .traceback import last_trace
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""The signals that torchrun forwards to its ranks, and ends the other ranks with."""
+
+_LAST_WORDS = 5
+"""How many lines of stderr are shown of a rank without a traceback."""
+
+_THROWN = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
+"""An exception of C++ that nothing has caught, as it is printed before SIGABRT."""
+
+
+class RankEnd(NamedTuple):
+    """Why a rank ended."""
+
+    kind: str
+    """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
+    `echo`: it only reports the loss of another rank."""
+
+    message: str
+    traceback: Tuple[str, ...]
+
+    source: str
+    """The evidence that counted, whose time is that of the failure: `error file`, `traceback` or
+    `report`."""
+
+
+def judge(
+    exitcode: Optional[int],
+    *,
+    error: Optional[Tuple[str, Tuple[str, ...]]],
+    stderr: Sequence[str],
+    out_of_memory: bool,
+) -> Optional[RankEnd]:
+    """Return why a rank ended; None for a rank that was only ended with the others.
+
+    Args:
+        exitcode: Its exit status in torchrun's report, if there is one; negative for a signal.
+        error: Message and traceback of its error file.
+        stderr: Its last lines.
+        out_of_memory: Whether the kernel has killed a process there for want of memory.
+    """
+    trace = last_trace(stderr)
+    if error is not None:
+        message, lines = error
+        lines = lines or (trace.lines if trace else ())
+        return RankEnd(kind_of(message), message, lines, "error file")
+    if exitcode is None or -exitcode in STOPS:
+        return None
+    last_words = tuple([line for line in stderr if line.strip()][-_LAST_WORDS:])
+    if exitcode == 1 and trace:
+        return RankEnd(kind_of(trace.message), trace.message, trace.lines, "traceback")
+    kind = "exit"
+    message = f"exit status {exitcode}" + (f": {last_words[-1]}" if last_words else "")
+    if exitcode < 0:
+        aborted = exitcode == -signal.SIGABRT and is_echo("\n".join(last_words))
+        kind, message = "echo" if aborted else "signal", killed_by(-exitcode)
+        thrown = _THROWN.findall("\n".join(stderr)) if exitcode == -signal.SIGABRT else []
+        if thrown:
+            message += f": {thrown[-1]}"
+        if exitcode == -signal.SIGKILL and out_of_memory:
+            message += "; the kernel has killed a process there for want of memory"
+        if trace and trace.at_end:
+            last_words = trace.lines
+    return RankEnd(kind, message, last_words, "report")
+
+
+def kind_of(message: str) -> str:
+    """Return the kind of what a rank has raised."""
+    return "echo" if is_echo(message) else "exception"
+
+
+def killed_by(number: int) -> str:
+    """Return the sentence for a signal that has killed a rank."""
+    try:
+        return f"killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"killed by signal {number}"
+
+
+def exited(code: int) -> str:
+    """Return the sentence for an exit status, negative for a signal, of which no more is known."""
+    return killed_by(-code) if code < 0 else f"exit status {code}"
