@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry chaos faults notebooks release clean
+.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry bench-supervisor chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -150,6 +150,9 @@ bench-telemetry: install  ## Measure what metrics and watchdog cost per step, an
 notebooks: install  ## Run the notebooks again and keep what they show; on the sandbox where it is up
 	@eval "$$($(SANDBOX) env 2>/dev/null)"; $(BIN)/jupyter execute --inplace notebooks/quickstart.ipynb notebooks/sweep.ipynb
 	@tests/fakes/kubernetes/with.sh $(BIN)/jupyter execute --inplace notebooks/kubernetes.ipynb
+
+bench-supervisor: install  ## Measure the look of the supervisor at 1,000 nodes, and the start of torchrun, on a sandbox
+	@$(BIN)/python -m benchmarks.supervisor $(ARGS)
 
 bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GPU if there is one
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)

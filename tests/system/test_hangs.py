@@ -1,11 +1,13 @@
 """Ranks that hang, for real: who is named, what follows, and what `toolkit stacks` shows."""
 
 import contextlib
+import io
 import json
 import os
 import re
 import socket
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT, Until
 from tests.support.slurm_site import Site
+from toolkit.rendering.payload import archive
 from toolkit.runs.failure import first_failure
 from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.stacks import newest_straggler
@@ -307,8 +310,16 @@ def test_a_rank_that_is_slower_than_the_others_is_named(tmp_path: Path, until: U
     content = {"name": "slow", "script": str(tmp_path / "slow.py"), "resources": resources}
     plan = toolkit.plan(toolkit.JobSpec.model_validate(content), toolkit.LocalProfile(name="here"))
     script = toolkit.render(plan)
-    assert "\nSTRAGGLERS_S = 30.0\n" in script
-    (tmp_path / "run.sh").write_text(script.replace("STRAGGLERS_S = 30.0", "STRAGGLERS_S = 3.0"))
+    with zipfile.ZipFile(io.BytesIO(archive("local"))) as sources:
+        sources.extractall(tmp_path / "quick")
+    watchdog = tmp_path / "quick/supervisor/watchdog/watchdog.py"
+    source = watchdog.read_text()
+    assert "\nSTRAGGLERS_S = 60.0\n" in source
+    watchdog.write_text(source.replace("STRAGGLERS_S = 60.0", "STRAGGLERS_S = 3.0"))
+    assert "-Ium toolkit.supervisor" in script
+    (tmp_path / "run.sh").write_text(
+        script.replace("-Ium toolkit.supervisor", f"-Iu {tmp_path}/quick")
+    )
     path = f"{TOOLKIT.parent}:{os.environ['PATH']}"
     run_dir = tmp_path / "run"
     with subprocess.Popen(

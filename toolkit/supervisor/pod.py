@@ -9,8 +9,6 @@ import hashlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import traceback
 import uuid
@@ -106,6 +104,7 @@ class PodStart(PodFolder):
         self.start = ""
         """What this start has written into `began`: another pod of this name writes another."""
         self._found_start = (0, 0), ""
+        self.stalls_told = 0
         self.deserted: Optional[Deserted] = None
         self.was_deserted = False
 
@@ -132,7 +131,6 @@ class PodStart(PodFolder):
                 look_s = time.monotonic() + LOOK_S
             self.signals.wait(1)
         self._heed_signals()
-        self._print_results()
         self._conclude()
 
     def _open_attempt(self) -> None:
@@ -332,6 +330,8 @@ class PodStart(PodFolder):
         if self.options.policy.restarts < 2:
             return False
         if not os.path.exists(self.file("repeated")):
+            if not self.may_be_repeated():
+                return False
             failure = self.repetitions.in_job(all_ended=False)
             if failure is None:
                 return False
@@ -374,19 +374,13 @@ class PodStart(PodFolder):
         """Send what the watchdog has named: a file with one sentence for each stall."""
         if "stall" not in self.options.policy.receivers.events:
             return
-        for path in sorted(glob.glob(glob.escape(self.logs) + "/watchdog/stall-[0-9]*")):
-            text = read(path, 4096).strip()
+        while os.path.exists(self.shared(f"watchdog/stall-{self.stalls_told + 1}")):
+            self.stalls_told += 1
+            text = read(self.shared(f"watchdog/stall-{self.stalls_told}"), 4096).strip()
             event = Event("stall", "", f"stalls: {text}", self.number, tries=1)
-            self.notifier.tell(self.shared("notified-" + path.rpartition("-")[2]), event)
+            self.notifier.tell(self.shared(f"notified-{self.stalls_told}"), event)
 
     # ---- The end
-
-    def _print_results(self) -> None:
-        """Let what was submitted with a function print the ranks' results to the log."""
-        folder = os.environ.get("TRAIN_SUBMITTED_DIR", "")
-        if folder and self.environ:
-            program = os.path.join(folder, "deliver.py")
-            subprocess.call([sys.executable, program], env=self.environ, stdin=subprocess.DEVNULL)
 
     def _conclude(self) -> NoReturn:
         status = self.children.status

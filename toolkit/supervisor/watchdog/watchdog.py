@@ -8,10 +8,14 @@ What it finds goes into the attempt's folder `watchdog` (docs/reference/run-dire
 `answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
 the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
 others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given and no rank
-computes. Now and then it asks all nodes when their ranks have begun the newest collectives, writes
-into `ranks.jsonl` how long each rank waits for others, and names one that is slower than the others
-in `stragglers.jsonl` (stragglers.py). Where the job has a `log_pattern`, the watchdog beside the
-rank that prints steps records them (log_steps.py).
+computes. At the same times, each minute, all nodes write into the folder `arrivals` when their
+ranks have begun the newest collectives. The watchdog of rank 0 writes into `ranks.jsonl` how long
+each rank waits for others, and names one that is slower than the others in `stragglers.jsonl`
+(stragglers.py). Where the job has a `log_pattern`, the watchdog beside the rank that prints steps
+records them (log_steps.py).
+
+The attempt's folder is shared by many nodes. While nothing happens, a node opens one file a minute
+there, for its arrivals, and lists nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +70,11 @@ ANSWERS_S = 40.0
 SAME_TIME_S = 3.0
 """How long two changes of a folder may have one time: some file systems know whole seconds."""
 
-STRAGGLERS_S = 30.0
-"""How often the ranks are compared; of more than 480 ranks, every world size / 16 seconds."""
+STRAGGLERS_S = 60.0
+"""How often the ranks are compared; of more than 960 ranks, every world size / 16 seconds."""
+
+LOOKS_FOR_ARRIVALS = 12
+"""How often in that time the nodes' arrivals are looked for, until all are there."""
 
 RECORDED = 100
 """How often that is written down while a run becomes e times as old: files stay small."""
@@ -627,9 +634,11 @@ class Watchdog:
         self.mute: set[int] = set()  # pids of ranks that have not answered the last time
         self.before: list[Finding] = []  # the first look at a run that seems to stall,
         self.silent_since = 0.0  # and its last sign of life before that
-        self.question, self.asked, self.slow_rank = "", time.monotonic(), -1  # of stragglers
-        self.since, self.compared = time.monotonic(), float("-inf")
+        self.period: int | None = None  # in which the ranks were compared last
+        self.judge_s: float | None = None  # when the arrivals are looked for next
         self.begun: dict[int, tuple[stragglers.Arrivals, str]] = {}
+        self.taken: set[str] = set()  # names of the files of these arrivals
+        self.slow_rank, self.since, self.compared = -1, time.monotonic(), float("-inf")
         self.log_steps: Any = None
         if pattern := environ.get("TRAIN_LOG_PATTERN"):
             import log_steps  # a file that only such a job has
@@ -672,9 +681,8 @@ class Watchdog:
     def answer(self, name: str) -> None:
         """Write down what this node's ranks are doing."""
         ranks = self.ranks()
-        examined = arrivals if name.startswith("arrivals-") else self.examined
-        found = [examined(rank, self.folder) for rank in ranks]
-        if self.kills and examined is not arrivals:
+        found = [self.examined(rank, self.folder) for rank in ranks]
+        if self.kills:
             pids, (before, used_s) = [rank["pid"] for rank in ranks], self.used[0]
             passed_s, now_s = time.monotonic() - before, cpu_seconds(pids)
             for each in found:
@@ -754,26 +762,34 @@ class Watchdog:
             write_json(self.exchange / f"end-{time.time_ns()}.json", end)
         return True
 
-    def look_for_straggler(self, now: float, world: int) -> None:
-        """Ask all nodes now and then, judge when they have answered, and wait for nobody."""
-        if not self.question:
-            if now - self.asked > max(STRAGGLERS_S, world / 16):
-                self.question, self.asked = f"arrivals-{time.time_ns()}", now
-                for late in self.exchange.glob("answer-arrivals-*"):
-                    late.unlink(missing_ok=True)
-                (self.exchange / f"ask-{self.question}").touch()
-                self.done.add(f"ask-{self.question}")
-                self.answer(self.question)
+    def look_for_straggler(self, now: float, ranks: Sequence[Rank]) -> None:
+        """Write down this node's arrivals once in each period; where rank 0 runs, judge all nodes'.
+
+        A node that is late is not waited for. Periods begin at the same time on all nodes, as far
+        as their clocks agree.
+        """
+        world, folder = ranks[0]["world"], self.exchange / "arrivals"
+        period_s = max(STRAGGLERS_S, world / 16)
+        period = int(time.time() // period_s)
+        if self.period is None:  # the ranks have just started
+            self.period = period
+        elif period != self.period:
+            self.period, self.begun, self.taken = period, {}, set()
+            self.judge_s = now + period_s / LOOKS_FOR_ARRIVALS  # the other nodes write now, too
+            folder.mkdir(exist_ok=True)
+            found = [arrivals(rank, self.folder) for rank in ranks]
+            report = {"version": 1, "period": period, "node": self.node, "ranks": found}
+            write_json(folder / f"{self.node}-{os.getpid()}.json", report)
+        if ranks[0]["rank"] != 0 or self.judge_s is None or now < self.judge_s:
             return
-        for file in self.exchange.glob(f"answer-{self.question}-*.json"):
-            self.begun.update(begun_in(read_json(file)))
-            file.unlink(missing_ok=True)
-        if len(self.begun) < world and now - self.asked < ANSWERS_S:
-            return
-        (self.exchange / f"ask-{self.question}").unlink(missing_ok=True)
-        answers, self.begun, self.question = self.begun, {}, ""
-        if len(answers) >= world:
-            self.judge(answers)
+        self.judge_s = now + period_s / LOOKS_FOR_ARRIVALS
+        for file in folder.glob("*.json"):
+            if file.name not in self.taken and (report := read_json(file)).get("period") == period:
+                self.taken.add(file.name)
+                self.begun.update(begun_in(report))
+        if len(self.begun) >= world:
+            self.judge(self.begun)
+            self.judge_s, self.begun = None, {}
 
     def judge(self, answers: Mapping[int, tuple[stragglers.Arrivals, str]]) -> None:
         """Write down how long ranks wait, and which one is slower, if it is another than before."""
@@ -873,13 +889,16 @@ class Watchdog:
                 self.began = None
                 print(f"watchdog: {UNSEEN}", file=sys.stderr, flush=True)
             self.unseen = children
+        is_new = pids != self.watched
+        if is_new:  # arrivals may be of the ranks before
+            self.watched, self.period, self.judge_s = pids, None, None
+        if ranks and ranks[0]["world"] > 1:
+            with contextlib.suppress(OSError):  # on a full disk; stalls count more
+                self.look_for_straggler(now, ranks)
         if not ranks or ranks[0]["rank"] != 0:
             return
-        if pids != self.watched:
-            self.watched = pids
+        if is_new:
             self.signs.begin(ranks, now=now)
-            self.question, self.asked = "", now  # answers may be of the ranks before
-            self.begun = {}
         else:
             self.signs.look(now)
         if self.trainer_status:
@@ -887,9 +906,6 @@ class Watchdog:
         if self.named and self.signs.last > self.named:
             self.record("stalls", stalled=False)
             self.named, self.over = 0.0, False
-        if ranks[0]["world"] > 1:
-            with contextlib.suppress(OSError):  # on a full disk; stalls count more
-                self.look_for_straggler(now, ranks[0]["world"])
         if self.over:
             return
         since = self.signs.silent_since
