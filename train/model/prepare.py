@@ -33,12 +33,13 @@ def prepare(
         model = batchnorm.synchronised(model, device=device)
     if config.activation_checkpointing:
         # One module may be several pieces.
-        for module in dict.fromkeys(map(model.get_submodule, task.pieces(model))):
+        pieces = {model.get_submodule(name): name for name in task.pieces(model)}
+        for module, name in pieces.items():
             if config.compile:
                 # Inside: what keeps running statistics from moving twice is not for a compiler,
                 # which could not see, either, which of both passes it is in.
                 compilation.compile_forward(module)
-            recompute(module)
+            recompute(module, name)
     return model
 
 

@@ -1,20 +1,22 @@
 """Activation checkpointing: a pass that is computed again starts from what the first one saw.
 
-Modules may read buffers and move them in `forward()`, such as a moving average, or count passes in
-an attribute. When the backward pass computes activations again, these have moved already: without
-care, the repetition starts elsewhere and gives the gradient of other activations, and moves them
-once more.
+Modules may read buffers and move them in `forward()`, such as a moving average, write parameters,
+such as a clamp or a teacher that follows its student, or count passes in an attribute. When the
+backward pass computes activations again, these have moved already: without care, the repetition
+starts elsewhere and gives the gradient of other activations, and moves them once more.
 """
 
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -25,16 +27,16 @@ SMALL = 2**16
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def recompute(module: nn.Module) -> None:
-    """Have the backward pass compute a module's activations again, instead of keeping them.
+def recompute(module: nn.Module, name: str = "") -> None:
+    """Have the backward pass compute a piece's activations again, instead of keeping them.
 
     The method is replaced rather than the module wrapped, which would change parameters' names.
     """
     forward: Callable[..., Any] = module.forward
-    constant: set[tuple[int, str]] = set()
+    known = _Known(name)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first = _FirstPass(module, constant)
+        first = _FirstPass(module, known)
         return first, _Repetition(first)
 
     module.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
@@ -45,7 +47,7 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
-def _held_tensors(module: nn.Module) -> dict[str, Tensor]:
+def held_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copy small tensors that a module keeps as attributes, such as its last activation.
 
     Not those with a gradient, such as views of weights, which lead to the parameters.
@@ -57,32 +59,63 @@ def _held_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-class _FirstPass(AbstractContextManager[None]):
-    """Notes buffers, attributes and random generators as a pass begins."""
+@dataclass
+class _Known:
+    """What earlier passes over a piece have shown."""
 
-    def __init__(self, module: nn.Module, constant: set[tuple[int, str]]) -> None:
-        self.module = module
-        # Large buffers, by module and name, that have not moved in a pass.
-        self._constant = constant
+    piece: str
+    """Its name."""
+    constant: set[tuple[int, str]] = field(default_factory=set)
+    """Large buffers, by module and name, that have not moved."""
+    written: list[str] | None = None
+    """Names of the parameters that forward() writes; None before the first pass."""
+
+
+def _parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """Return a module's parameters, each with what this rank holds of it.
+
+    None of a sharded unit, whose ranks gather copies for the pass.
+    """
+    # An FSDPModule, whose import would take a tenth of a second.
+    if hasattr(module, "unshard"):
+        return {}
+    return {name: (one, _own(one.data)) for name, one in module.named_parameters()}
+
+
+def _own(data: Tensor) -> Tensor:
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+class _FirstPass(AbstractContextManager[None]):
+    """Notes parameters, buffers, attributes and random generators as a pass begins."""
+
+    def __init__(self, module: nn.Module, known: _Known) -> None:
+        self.module, self._known = module, known
+        self.parameters: list[tuple[Tensor, Tensor]] = []
+        """Those that forward() writes, with what they held."""
         self.buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self.attributes: list[tuple[dict[str, Any], dict[str, object]]] = []
 
     def __enter__(self) -> None:
         # torch puts back the state of its own generators.
         self.generators = random.getstate(), np.random.get_state()
+        self._parameters = _parameters(self.module)
+        names = self._parameters if self._known.written is None else self._known.written
+        self._before = {name: self._parameters[name][1].clone() for name in names}
+        self._versions = {name: one._version for name, (one, _) in self._parameters.items()}
         self._kept: list[tuple[nn.Module, str, Tensor, int]] = []
         self._compared: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for own in self.module.modules():
             # Layers of torch count nothing in Python, and normalise a training batch by itself.
             if not type(own).__module__.startswith("torch.nn."):
-                self.attributes.append((vars(own), plain_attributes(own) | _held_tensors(own)))
+                self.attributes.append((vars(own), plain_attributes(own) | held_tensors(own)))
             elif isinstance(own, _BatchNorm) and own.training:
                 continue
             for name, buffer in own._buffers.items():
                 if buffer is None:
                     continue
                 large = buffer.numel() > SMALL
-                if large and (id(own), name) in self._constant:
+                if large and (id(own), name) in self._known.constant:
                     self._kept.append((own, name, buffer, buffer._version))
                     continue
                 before = buffer.clone()
@@ -95,7 +128,7 @@ class _FirstPass(AbstractContextManager[None]):
             # Tensors without contents cannot be compared.
             with suppress(RuntimeError):
                 if own._buffers[name] is buffer and torch.equal(buffer, before):
-                    self._constant.add((id(own), name))
+                    self._known.constant.add((id(own), name))
         for own, name, buffer, version in self._kept:
             if buffer._version != version:
                 raise UsageError(
@@ -106,6 +139,31 @@ class _FirstPass(AbstractContextManager[None]):
                 )
             if own._buffers[name] is not buffer:
                 self.buffers.append((own._buffers, name, buffer))
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        """Find out which parameters the pass has written."""
+        written = [
+            n for n, (one, _) in self._parameters.items() if one._version != self._versions[n]
+        ]
+        if self._known.written is None:
+            # Through `.data`, torch counts no writes.
+            changed = (n for n, before in self._before.items() if self._differs(n, before))
+            self._known.written = [*dict.fromkeys([*written, *changed])]
+        if late := [name for name in written if name not in self._known.written]:
+            raise UsageError(
+                f"--activation-checkpointing: forward() writes parameter {late[0]!r} of "
+                f"{self._known.piece!r} now, and has not in the first pass: a repetition could not "
+                "start from what this pass saw; leave out --activation-checkpointing"
+            )
+        self.parameters = [(self._parameters[n][1], self._before[n]) for n in self._known.written]
+        self._before, self._parameters = {}, {}
+
+    def _differs(self, name: str, before: Tensor) -> bool:
+        # Tensors without contents cannot be compared.
+        with suppress(RuntimeError):
+            return not torch.equal(self._parameters[name][1], before)
+        return False
 
 
 class _Repetition(AbstractContextManager[None]):
@@ -127,6 +185,9 @@ class _Repetition(AbstractContextManager[None]):
             buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
         for buffers, name, before in first.buffers:
             buffers[name] = before.clone()
+        self._parameters = [(tensor, tensor.clone()) for tensor, _ in first.parameters]
+        for tensor, before in first.parameters:
+            tensor.copy_(before)
         self._attributes = [(own, dict(own)) for own, _ in first.attributes]
         for own, values in first.attributes:
             own.update(values)
@@ -135,6 +196,8 @@ class _Repetition(AbstractContextManager[None]):
         _set(self._generators)
         for buffers, originals in self._buffers:
             buffers.update(originals)
+        for tensor, now in self._parameters:
+            tensor.copy_(now)
         for (own, values), (_, before) in zip(
             self._attributes, self._first.attributes, strict=True
         ):

@@ -214,11 +214,6 @@ class Strategy(ABC):
 
     def lost_write(self, names: Sequence[str]) -> str:
         """Describe why this strategy would not keep what passes have written; '' if it does."""
-        if names and self.parts.config.activation_checkpointing:
-            return (
-                f"{some_of(names)}, once more when activations are computed again (leave out "
-                "--activation-checkpointing)"
-            )
         if self.writes is not None and (unequal := self.writes.unequal.intersection(names)):
             return (
                 f"{some_of(unequal)}, once in each of the step's passes, each time to other values"
@@ -300,8 +295,7 @@ class WholeModel(Strategy):
         """Get to know the optimizer."""
         super().bind(optimizer)
         self.several_passes = self.passes() > 1
-        once = not (self.several_passes or self.parts.config.activation_checkpointing)
-        if self.parts.layout.world_size == 1 and once:
+        if self.parts.layout.world_size == 1 and not self.several_passes:
             # What a step's only pass writes is what one process learns.
             self.writes = None
 

@@ -7,9 +7,10 @@ kinds of models are refused by the checks of strategies (`train.parallel`), whic
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.order import Batch
+from ..model.recomputation import held_tensors, plain_attributes
 from .comparison import STEPS, Difference
 from .mixing import Snapshot
 
@@ -33,22 +34,39 @@ class Observations:
     """Saved buffers that a forward pass changes or replaces."""
     moved_unsaved: tuple[str, ...] = ()
     """Buffers with `persistent=False` that it does."""
+    remembered: tuple[str, ...] = ()
+    """Attributes of modules that it does."""
+    in_several_places: tuple[tuple[str, str, str], ...] = ()
+    """Buffers and attributes that it changes of a module with several places, and two of these."""
 
 
 def observe(model: nn.Module, samples: Batch) -> Observations:
     """Look at a new plain model, and at what passes in training do to it."""
+    model.train()
     parameters = dict(model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     values = {name: p.detach().clone() for name, p in parameters.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     saved = model.state_dict().keys()
-    snapshot = Snapshot(model)
+    snapshot, attributes = Snapshot(model), _attributes(model)
     for _ in range(STEPS):
-        model.train()(samples.inputs)
+        model(samples.inputs)
     written = tuple(name for name, p in parameters.items() if not p.equal(values[name]))
     now = dict(model.named_buffers())
     moved = [name for name, before in buffers.items() if not now[name].equal(before)]
+    remembered = tuple(
+        name for name, value in _attributes(model).items() if not _same(value, attributes.get(name))
+    )
     snapshot.put_back()
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    several = tuple(
+        (name, first, second)
+        for first, second, *_ in (names for names in places.values() if len(names) > 1)
+        for name in (*moved, *remembered)
+        if name.startswith(f"{first}.")
+    )
     return Observations(
         thawed=tuple(name for name in frozen if parameters[name].requires_grad),
         hooked=tuple(
@@ -59,7 +77,24 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
         written=written,
         moved=tuple(name for name in moved if name in saved),
         moved_unsaved=tuple(name for name in moved if name not in saved),
+        remembered=remembered,
+        in_several_places=several,
     )
+
+
+def _attributes(model: nn.Module) -> dict[str, object]:
+    """Return what modules keep beside parameters and buffers, by name."""
+    return {
+        f"{name}.{attribute}".removeprefix("."): value
+        for name, module in model.named_modules()
+        for attribute, value in (plain_attributes(module) | held_tensors(module)).items()
+    }
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.equal(other)
+    return type(one) is type(other) and one == other
 
 
 def likeliest(difference: Difference, seen: Observations) -> str:
@@ -75,6 +110,24 @@ def likeliest(difference: Difference, seen: Observations) -> str:
         if name in names:
             return text
     return causes[0][1] if causes else UNKNOWN
+
+
+def remembered(seen: Observations) -> str:
+    """Return the cause where nothing else explains a difference."""
+    if seen.in_several_places:
+        name, first, second = seen.in_several_places[0]
+        return (
+            f"forward() changes {name!r}, and its module is used as {first!r} and as {second!r}: "
+            "stages that share a module have a copy each, and change only that; use another module "
+            "in each place, or another strategy"
+        )
+    if seen.remembered:
+        return (
+            f"forward() changes attribute {some(seen.remembered)}, which each rank, stage and "
+            "micro-batch does by its own passes and samples; use a buffer of floats, of which "
+            "ranks take the mean after each step, make it an input, or use another strategy"
+        )
+    return UNKNOWN
 
 
 def _causes(difference: Difference, seen: Observations) -> Iterator[tuple[Iterable[str], str]]:

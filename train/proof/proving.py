@@ -21,7 +21,7 @@ from ..model.trees import tensors_of
 from ..parallel.base import Parts
 from ..parallel.consistency import fingerprint
 from . import trial
-from .causes import UNKNOWN, likeliest, observe, some
+from .causes import UNKNOWN, likeliest, observe, remembered, some
 from .comparison import STEPS, Bounds, Difference, State, first_difference
 from .draws import RandomState, double_precision
 from .manner import ADVICE, Manner, held, manner_of
@@ -257,7 +257,10 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
     try:
         seen = observe(one.model(), batch)
         cause = likeliest(difference, seen)
-        if cause != UNKNOWN or not difference.step or manner.apart:
+        if cause != UNKNOWN:
+            return cause
+        cause = remembered(seen)
+        if not difference.step or manner.apart:
             return cause
         if cut.parts == 1:
             # Nothing splits the samples; but parts of a sequence have a loss each, too.

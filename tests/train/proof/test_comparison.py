@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.train.support import proved
-from train.proof.causes import UNKNOWN, Observations, likeliest, observe
+from train.proof.causes import UNKNOWN, Observations, likeliest, observe, remembered
 from train.proof.comparison import Bounds, Difference, State, first_difference
 
 DOUBLE = Bounds.of(torch.finfo(torch.float64).eps)
@@ -138,3 +138,40 @@ def test_the_likeliest_cause_is_one_that_was_seen(name: str) -> None:
     task, difference, text = CAUSES[name]
     found = observed(task)
     assert text in likeliest(difference, found)
+
+
+class Turns(nn.Module):
+    """Counts its passes, and recalls its last input."""
+
+    def __init__(self, *, recalls: bool) -> None:
+        super().__init__()
+        self.turns, self.recalls, self.last = 0, recalls, torch.zeros(())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.recalls:
+            self.last = hidden.detach().mean()
+        else:
+            self.turns += 1
+        return hidden
+
+
+class Twice(proved.Plain):
+    def model(self) -> nn.Module:
+        model = super().model()
+        turns = Turns(recalls=False)
+        return nn.Sequential(model[0], turns, model[2], turns, model[3])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (Twice, "forward() changes '1.turns', and its module is used as '1' and as '3'"),
+        (proved.with_layer(lambda: Turns(recalls=False)), "forward() changes attribute '1.turns'"),
+        (proved.with_layer(lambda: Turns(recalls=True)), "forward() changes attribute '1.last'"),
+        (proved.Plain, UNKNOWN),
+    ],
+)
+def test_what_modules_remember_explains_what_nothing_else_does(
+    task: type[proved.Plain], text: str
+) -> None:
+    assert text in remembered(observed(task()))
