@@ -23,11 +23,8 @@ YAML_WIDTH = 96
 """The longest mapping or list that stays on one line of a manifest, in characters."""
 
 # A reader must see what a script holds before it is submitted.
-_UNSEEN = re.compile(CONTROL.pattern[:-1] + r"\t\n]")
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
 
-# JSON is YAML except for characters that YAML reads as a line break or forbids.
-_NOT_YAML = re.compile(CONTROL.pattern[:-1] + "\ufffe\uffff]")
 _YAML_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
 _YAML_WORDS = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 _LINE = r"[!-~](?:[ -~]*[!-~])?"
@@ -150,11 +147,15 @@ def shell_quote(value: object) -> str:
         ]
         return "".join(parts) or "''"
     text = str(value)
-    if not _UNSEEN.search(text):
+    if not _has_control(text):
         return shlex.quote(text)
     # sbatch refuses scripts with CR LF in them, and a line of a value must not look like ours.
     text = re.sub(r"[\n\r\t'\\]", lambda found: _ANSI_C[found[0]], text)
     return f"$'{without_control(text, _octal)}'"
+
+
+def _has_control(text: str) -> bool:
+    return CONTROL.search(text) is not None or "\t" in text or "\n" in text
 
 
 def _octal(character: str) -> str:
@@ -173,7 +174,7 @@ def sbatch_quote(value: object) -> str:
         RenderError: the value holds a control character.
     """
     text = str(value)
-    if _UNSEEN.search(text):
+    if _has_control(text):
         raise RenderError(f"{text!r} holds a control character, which no #SBATCH line can hold")
     # Unlike the shell, sbatch reads a backslash within single quotes as well.
     return shlex.quote(text.replace("\\", "\\\\"))
@@ -206,7 +207,7 @@ def shell_line(value: str) -> str:
     Raises:
         RenderError: it is more than a line.
     """
-    if _UNSEEN.search(value.replace("\t", " ")):
+    if _has_control(value.replace("\t", " ")):
         raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
     return value
 
@@ -262,11 +263,13 @@ def json_quote(value: object) -> str:
     >>> print(json_quote({"a": ["no", "caf\u00e9"]}))
     {"a": ["no", "café"]}
     """
-    text = json.dumps(value, ensure_ascii=False)
-    return _NOT_YAML.sub(lambda match: _escape_of_yaml(ord(match[0])), text)
+    # JSON is YAML except for characters that YAML reads as a line break or forbids.
+    text = without_control(json.dumps(value, ensure_ascii=False), _escape_of_yaml)
+    return text.replace("\ufffe", r"\ufffe").replace("\uffff", r"\uffff")
 
 
-def _escape_of_yaml(code: int) -> str:
+def _escape_of_yaml(character: str) -> str:
+    code = ord(character)
     return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"
 
 

@@ -5,13 +5,11 @@ docstrings, line by line as they are otherwise: tracebacks name the lines of the
 sources give the same bytes.
 """
 
-import ast
 import base64
 import functools
 import hashlib
 import io
 import re
-import tokenize
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +25,13 @@ MOST_BYTES = 4 << 20
 
 _CARRIED = re.compile(r"^(?P<before>.*?)(?P<base64>UEsD[A-Za-z0-9+/]{1000,}={0,2})$", re.MULTILINE)
 """A zip archive in base64, which ends a line."""
+
+_IMPORT = re.compile(r"^ *from (\.+)([\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+_COMMENT = re.compile(r'(?:^ *|  )#[^"\n]*$', re.MULTILINE)
+_DOCSTRING = re.compile(
+    r'^(?P<indent> *)"""(?:[^"]|"(?!""))*"""$(?=(?P<more>\n+(?P=indent)(?=\S))?)', re.MULTILINE
+)
+"""In sources that ruff has formatted; a test compares what is left with Python's own parser."""
 
 _MAIN = """\
 import sys
@@ -79,7 +84,7 @@ PAYLOADS = {kind: Payload(kind) for kind in ROLES}
 
 
 def archive(kind: str) -> bytes:
-    """Return the archive for a kind of site: `python3 -Iu supervisor.pyz ROLE …` runs it."""
+    """Return the archive for a kind of site: `python3 -ISu supervisor.pyz ROLE …` runs it."""
     folder = Path(__file__).parent.parent / "supervisor"
     wanted = {folder / "__init__.py", folder / "__main__.py", *folder.glob("*.sh")}
     wanted |= {path for path in folder.glob("watchdog/*") if path.suffix in (".py", ".sh")}
@@ -103,38 +108,25 @@ def archive(kind: str) -> bytes:
 
 def _imported(path: Path) -> Iterator[Path]:
     """Yield the modules of the package that one of them imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
-            continue
-        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+    for dots, module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        folder = path.parents[len(dots) - 1].joinpath(*filter(None, module.split(".")))
+        files = [folder.with_suffix(".py"), folder.parent / "__init__.py"]
         if folder.is_dir():
-            names = ["__init__", *(alias.name for alias in node.names)]
-            yield from (module for name in names if (module := folder / f"{name}.py").is_file())
-        else:
-            yield folder.with_suffix(".py")
-            yield from (one for one in [folder.parent / "__init__.py"] if one.is_file())
+            files = [folder / f"{name}.py" for name in ["__init__", *re.findall(r"\w+", names)]]
+        yield from filter(Path.is_file, files)
 
 
 def _bare(path: Path) -> bytes:
     """Return a source without comments and docstrings, and with the same number of lines."""
     source = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        return source.encode()
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", ())
-        for one in body if isinstance(body, list) else ():
-            constant = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-            if constant and isinstance(one.value.value, str):
-                assert one.end_lineno is not None
-                lines[one.lineno - 1 : one.end_lineno] = [""] * (one.end_lineno - one.lineno + 1)
-                if len(body) == 1:
-                    lines[one.lineno - 1] = " " * one.col_offset + "pass"
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        row, column = token.start
-        if token.type == tokenize.COMMENT and lines[row - 1]:
-            lines[row - 1] = lines[row - 1][:column].rstrip()
-    return "".join(f"{line}\n" for line in lines).encode()
+    if path.suffix == ".py":
+        source = _COMMENT.sub("", _DOCSTRING.sub(_without, source))
+    return source.encode()
+
+
+def _without(docstring: "re.Match[str]") -> str:
+    needed = "" if docstring["more"] else f"{docstring['indent']}pass"
+    return needed + "\n" * docstring[0].count("\n")
 
 
 def folded(text: str) -> str:
