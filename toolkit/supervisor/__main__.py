@@ -4,11 +4,10 @@ import argparse
 import math
 import os
 import sys
-from typing import List, Optional
+from typing import TYPE_CHECKING, List, Optional
 
-from .notify import Receivers
-from .policy import Limits
-from .supervised import Policy
+if TYPE_CHECKING:
+    from .supervised import Policy
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -244,7 +243,11 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--secret-file", action="append", default=[], help="NAME=FILE with its value")
 
 
-def _policy(given: argparse.Namespace) -> Policy:
+def _policy(given: argparse.Namespace) -> "Policy":
+    from .notify import Receivers  # a node of a step needs none of these modules
+    from .policy import Limits
+    from .supervised import Policy
+
     secrets = [name for names in given.need_variable for name in names.split(",")]
     secret_files = dict(word.partition("=")[::2] for word in given.secret_file)
     return Policy(

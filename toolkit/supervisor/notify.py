@@ -4,21 +4,16 @@ Each is sent once: the file `notified-EVENT.json` in the attempt's folder can be
 receiver that fails or hangs costs its time-out and a line on standard error.
 """
 
-import http.client
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
-from urllib.parse import urlsplit
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
 from .evidence.files import open_regular
 
-TIMEOUT_S, COMMAND_TIMEOUT_S = 5.0, 10.0
+COMMAND_TIMEOUT_S = 10.0
 MOST_TEXT = 1500
 """The most bytes of a text."""
 
@@ -40,6 +35,11 @@ class Receivers(NamedTuple):
     secrets: Sequence[str] = ()
     """Environment variables whose values no text may hold."""
 
+    @property
+    def has_webhook(self) -> bool:
+        """Whether messages are posted."""
+        return bool(self.webhook or self.webhook_file or self.variable)
+
 
 class Event(NamedTuple):
     """What there is to tell."""
@@ -58,6 +58,8 @@ class Notifier:
 
     def __init__(self, receivers: Receivers, job: str, run_dir: str) -> None:
         self.receivers, self.job, self.run_dir = receivers, job, run_dir
+        if receivers.has_webhook:
+            from . import webhook  # noqa: F401  # at the end, this program's file may be gone
 
     def tell(self, claim: str, event: Event) -> None:
         """Send an event, if somebody wants it and nobody has sent it yet.
@@ -117,15 +119,19 @@ def masked(text: str, secrets: Sequence[str], environ: Mapping[str, str]) -> str
 def send(receivers: Receivers, content: Mapping[str, Any], tries: int, said_by: str = "") -> None:
     """Send a message to the webhook and to the command."""
     body = json.dumps(content).encode()
-    if receivers.webhook or receivers.webhook_file or receivers.variable:
+    if receivers.has_webhook:
+        from . import webhook  # its modules take longer to load than all others
+
         address = _address(receivers)
         answers: List[str] = []
         sender = threading.Thread(
-            target=lambda: answers.append(_post(address, body, tries)), daemon=True
+            target=lambda: answers.append(webhook.post(address, body, tries)), daemon=True
         )
         sender.start()
-        sender.join(tries * (TIMEOUT_S + 1))  # the time-out of urllib counts anew for each byte
-        why = answers[0] if answers else f"{_host(address)} gives no answer"
+        sender.join(
+            tries * (webhook.TIMEOUT_S + 1)
+        )  # the time-out of urllib counts anew for each byte
+        why = answers[0] if answers else f"{webhook.host_of(address)} gives no answer"
         if why:
             _complain(said_by, "webhook", why)
     if receivers.command:
@@ -161,57 +167,6 @@ def _address(receivers: Receivers) -> str:
         except (OSError, ValueError):
             return ""
     return os.environ.get(receivers.variable, "") if receivers.variable else receivers.webhook
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows none: it would pass the request, without its body, to any other address."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _post(url: str, body: bytes, tries: int) -> str:
-    """Send the body and return why it was not delivered; empty if it was."""
-    host = _host(url)
-    if not host:
-        return "it has no address that begins with http:// or https://"
-    post = urllib.request.build_opener(_Redirects).open
-    why = ""
-    for left in reversed(range(tries)):
-        try:
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            post(request, timeout=TIMEOUT_S).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            why = f"{host} answers {error.code}"
-            if 300 <= error.code < 400:
-                return f"{why}, a redirect, which is not followed; set the address it redirects to"
-            if error.code < 500 and error.code != 429:
-                return why
-        except OSError:
-            why = f"{host} gives no answer"
-        except (ValueError, http.client.HTTPException):
-            return f"{host} gives no answer of HTTP, or the address is malformed"
-        else:
-            return ""
-        if left:
-            time.sleep(1)
-    return why
-
-
-def _host(url: str) -> str:
-    """Return the host of an address, which may be shown: the path is often a secret.
-
-    >>> _host("https://user:word@hooks.example.org/s3cret"), _host("s3cret")
-    ('hooks.example.org', '')
-    """
-    try:
-        parts = urlsplit(url)
-        host: Optional[str] = parts.hostname
-    except ValueError:
-        return ""
-    known = parts.scheme in ("http", "https") and host is not None and host.isprintable()
-    return str(host) if known else ""
 
 
 def _complain(said_by: str, who: str, why: str) -> None:
