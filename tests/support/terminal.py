@@ -78,9 +78,3 @@ def at_terminal(
         yield terminal
     finally:
         terminal.close()
-
-
-def without_rich(folder: Path) -> dict[str, str]:
-    """Return variables with which a Python finds no rich."""
-    (folder / "rich.py").write_text("raise ImportError('no rich here')\n")
-    return {"PYTHONPATH": str(folder)}

@@ -1,8 +1,6 @@
 """`toolkit status --watch`: a run that is shown until it has ended."""
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -13,7 +11,7 @@ import pytest
 
 import toolkit
 from tests.conftest import TOOLKIT, Until
-from tests.support.terminal import OTHER_SCREEN, OWN_SCREEN, SEQUENCE, at_terminal, without_rich
+from tests.support.terminal import OTHER_SCREEN, OWN_SCREEN, SEQUENCE, at_terminal
 
 # A script that writes metrics of its own, and ends when the file `end` is there, with its status.
 SCRIPT = """
@@ -76,35 +74,6 @@ def test_without_a_terminal_only_changed_lines_follow(run: toolkit.Run, until: U
     assert re.findall(r"state: +(\w+)", text) == ["RUNNING", "SUCCEEDED"]
     assert re.search(r"progress: +step \d+, loss [\d.e-]+, [\d.]+ s per step\n", text), text
     assert "\x1b" not in text
-
-
-def test_without_rich_the_lines_are_written_over_those_before(
-    run: toolkit.Run, tmp_path: Path
-) -> None:
-    terminal, inside = pty.openpty()
-    argv = [str(TOOLKIT), "status", "-w", run.name]
-    environ = {**os.environ, "COLUMNS": "60", **without_rich(tmp_path)}
-    process = subprocess.Popen(argv, stdout=inside, stderr=inside, env=environ)
-    os.close(inside)
-    seen = b""
-    try:
-        while seen.count(b"progress:") < 3:
-            seen += os.read(terminal, 4096)
-        end(run)
-        while chunk := os.read(terminal, 4096):
-            seen += chunk
-    except OSError:  # the terminal's other side is closed
-        pass
-    finally:
-        os.close(terminal)
-    assert process.wait(300) == 0
-    screens = re.split(rb"\x1b\[(\d+)F\x1b\[J", seen)
-    for before, lines in zip(screens[::2], screens[1::2], strict=False):
-        # As many lines are taken back as there were, none of them longer than the terminal is wide.
-        rows = before.decode().replace("\r", "").splitlines()
-        assert len(rows) == int(lines), before
-        assert max(map(len, rows)) < 60
-    assert b"SUCCEEDED" in screens[-1]
 
 
 @pytest.mark.parametrize(("status", "state"), [(0, "SUCCEEDED"), (3, "FAILED")])
@@ -223,25 +192,16 @@ def test_top_shows_the_runs_that_go_on_and_their_end(
     end(ended)
     ended.wait(300)
     other = started(tmp_path, until, name="other")
-    terminal, inside = pty.openpty()
-    environ = {**os.environ, "COLUMNS": "100", "LINES": "24", **without_rich(tmp_path)}
-    process = subprocess.Popen([str(TOOLKIT), "top"], stdout=inside, stderr=inside, env=environ)
-    os.close(inside)
-    seen = b""
-    try:
-        while seen.count(b"RUNNING    step ") < 4:
-            seen += os.read(terminal, 4096)
+    with at_terminal([TOOLKIT, "top"], columns=100, rows=24, TERM="dumb") as terminal:
+        until(lambda: terminal.read().count("RUNNING    step ") > 3, "they run", seen=terminal.read)
         end(run)
-        while not re.search(rb"steps-\S+  SUCCEEDED", seen):
-            seen += os.read(terminal, 4096)
-        assert process.poll() is None, "another run goes on"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 0
-    finally:
-        os.close(terminal)
-        end(other)
-    assert other.name.encode() in seen
-    assert ended.name.encode() not in seen
+        until(lambda: re.search(r"steps-\S+  SUCCEEDED", terminal.read()), "it has ended")
+        assert terminal.process.poll() is None, "another run goes on"
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.status() == 0
+        assert other.name in terminal.drawn
+        assert ended.name not in terminal.drawn
+    end(other)
     assert other.wait(300).state is toolkit.RunState.SUCCEEDED
 
 

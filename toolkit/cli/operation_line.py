@@ -1,31 +1,21 @@
 """The line on stderr about a long operation of a command, so that no terminal stays silent."""
 
+from __future__ import annotations  # naming a type must not import it
+
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from typing import Protocol
-
-import click
+from typing import TYPE_CHECKING
 
 from toolkit.cli.output import note
 from toolkit.runs import long_operation
 from toolkit.text import control
 
-_BETWEEN_S = 0.1
-"""How often a line is written again at most, in seconds."""
-
-
-class _Line(Protocol):
-    """A line at a terminal, which is written again and again and goes away."""
-
-    def draw(self, done: float, total: float | None, text: str) -> None: ...
-
-    def clear(self) -> None: ...
+if TYPE_CHECKING:
+    from toolkit.cli.live import LiveLine
 
 
 class Operations:
@@ -34,7 +24,7 @@ class Operations:
     def __init__(self) -> None:
         dumb = os.environ.get("TERM", "") in ("dumb", "unknown")
         self._draws = sys.stderr.isatty() and not dumb
-        self._line: _Line | None = None
+        self._line: LiveLine | None = None
         self._noted: set[str] = set()
 
     @contextlib.contextmanager
@@ -47,7 +37,9 @@ class Operations:
             self._noted.add(what)
             yield lambda done, total, text: None
             return
-        line = self._line = _line(what)
+        from toolkit.cli.live import LiveLine
+
+        line = self._line = LiveLine(what)
 
         def draw(done: float, total: float | None, text: str) -> None:
             with _undisturbed():
@@ -89,30 +81,3 @@ def shown() -> Iterator[Operations]:
     made = Operations()
     with long_operation.shown_by(made.view):
         yield made
-
-
-def _line(what: str) -> _Line:
-    with contextlib.suppress(ImportError):
-        from toolkit.cli.live import LiveLine
-
-        return LiveLine(what)
-    return _PlainLine(what)
-
-
-class _PlainLine:
-    """The line without rich."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._drawn = what, 0.0
-
-    def draw(self, done: float, total: float | None, text: str) -> None:
-        if (now := time.monotonic()) < self._drawn + _BETWEEN_S:
-            return
-        self._drawn = now
-        line = ": ".join(filter(None, [self._what, text]))
-        columns = max(shutil.get_terminal_size().columns - 1, 20)
-        click.echo(f"\r{line[:columns]}\x1b[K", nl=False, err=True)
-
-    def clear(self) -> None:
-        self._drawn = 0.0
-        click.echo("\r\x1b[K", nl=False, err=True)

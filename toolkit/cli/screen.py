@@ -1,16 +1,12 @@
-"""What `status --watch` and `top` show again and again: lines, or a live view by rich."""
+"""What `status --watch` and `top` show again and again: a live view by rich, or lines."""
 
 from __future__ import annotations  # naming a type must not import it
 
 import contextlib
-import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
-
-import click
+from typing import TYPE_CHECKING, Any, Self
 
 import toolkit
 from toolkit.cli import exit_status
@@ -29,7 +25,7 @@ from toolkit.runs.progress import ProgressReader
 from toolkit.runs.run import pauses
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from toolkit.cli.live import LiveScreen
 
 
 def watch(run: toolkit.Run) -> int:
@@ -88,54 +84,29 @@ def watch_all(last: int, job: str | None) -> None:
             screen.pause(pause_s)
 
 
-class Screen(Protocol):
-    """Shows a run's summary, or a row for each of several runs, in place of the last view."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def show_summary(self, summary: Mapping[str, Any]) -> None:
-        """Show the content of `toolkit status`."""
-
-    def show_rows(self, rows: Sequence[Row]) -> None:
-        """Show the rows of `toolkit top`."""
-
-    def pause(self, pause_s: float) -> None:
-        """Let time pass until there is more to show."""
-
-
-def open_screen() -> Screen:
-    """Return the live view at a terminal that rich can draw on, else the plain lines."""
+def open_screen() -> LiveScreen | ChangedLines:
+    """Return the live view at a terminal that rich can draw on, else the changed lines."""
     if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
+        from rich.console import Console
 
-            from toolkit.cli.live import LiveScreen
+        from toolkit.cli.live import LiveScreen
 
-            if (console := Console(highlight=False, markup=False, emoji=False)).is_interactive:
-                return LiveScreen(console)
-    return LineScreen()
+        if (console := Console(highlight=False, markup=False, emoji=False)).is_interactive:
+            return LiveScreen(console)
+    return ChangedLines()
 
 
-class LineScreen:
-    """Shows lines: at a terminal over those before, elsewhere the changed ones."""
+class ChangedLines:
+    """Shows the lines of a view that the view before did not have."""
 
     def __init__(self) -> None:
-        self._before: list[str] = []
-        dumb = os.environ.get("TERM", "") in ("dumb", "unknown")
-        self._writes_over = sys.stdout.isatty() and not dumb
+        self._before = set[str]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last view."""
+        """Leave the last lines."""
 
     def show_summary(self, summary: Mapping[str, Any]) -> None:
         """Show the lines of `toolkit status`."""
@@ -150,17 +121,5 @@ class LineScreen:
         time.sleep(pause_s)
 
     def _show(self, lines: list[str]) -> None:
-        if self._writes_over:
-            columns, rows = shutil.get_terminal_size()
-            # A line that the terminal would wrap could not be counted, nor one that scrolls away.
-            lines = [line.partition("\n")[0][: max(columns - 1, 20)] for line in lines]
-            if len(lines) > (most := max(rows - 1, 3)):
-                more = len(lines) - most + 1
-                lines = [*lines[: most - 1], f"… {more} more lines"]
-            if self._before:
-                click.echo(f"\x1b[{len(self._before)}F\x1b[J", nl=False)
-            echo_lines(iter(lines))
-        else:
-            before = set(self._before)
-            echo_lines(line for line in lines if line not in before)
-        self._before = lines
+        echo_lines(line for line in lines if line not in self._before)
+        self._before = set(lines)

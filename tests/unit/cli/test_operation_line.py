@@ -3,12 +3,11 @@
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import Until
-from tests.support.terminal import SEQUENCE, at_terminal, without_rich
+from tests.support.terminal import SEQUENCE, at_terminal
 from toolkit.cli import operation_line
 from toolkit.runs.long_operation import operation
 
@@ -32,14 +31,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("library", ["rich", "none"])
 @pytest.mark.parametrize("columns", [40, 120])
-def test_a_line_at_a_terminal_goes_away_at_the_end(
-    columns: int, library: str, tmp_path: Path, until: Until
-) -> None:
-    environ = without_rich(tmp_path) if library == "none" else {}
-    argv = [sys.executable, "-c", WAITING]
-    with at_terminal(argv, columns=columns, rows=24, **environ) as terminal:
+def test_a_line_at_a_terminal_goes_away_at_the_end(columns: int, until: Until) -> None:
+    with at_terminal([sys.executable, "-c", WAITING], columns=columns, rows=24) as terminal:
 
         def last() -> str:
             return re.split(r"\r|\n", SEQUENCE.sub("", terminal.read()))[-1]
@@ -56,18 +50,13 @@ def test_a_line_at_a_terminal_goes_away_at_the_end(
         assert re.search(r"\x1b\[(2K|K)[^a-z]*interrupted\r\n$", terminal.drawn), terminal.drawn
         # The line was taken away before, and written anew after, what came in between.
         assert re.search(r"\x1b\[(2K|K)[^a-z]*between\r\n", terminal.drawn), terminal.drawn
-        if library == "rich":
-            assert terminal.drawn.rfind("\x1b[?25h") > terminal.drawn.rfind("\x1b[?25l")
+        assert terminal.drawn.rfind("\x1b[?25h") > terminal.drawn.rfind("\x1b[?25l")
 
 
-@pytest.mark.parametrize("library", ["rich", "none"])
-def test_ctrl_c_at_any_moment_leaves_no_half_of_a_line(
-    library: str, tmp_path: Path, until: Until
-) -> None:
-    environ = without_rich(tmp_path) if library == "none" else {}
+def test_ctrl_c_at_any_moment_leaves_no_half_of_a_line(until: Until) -> None:
     busy = WAITING.replace("time.sleep(0.05)", "line.clear()")
     for _ in range(8):
-        with at_terminal([sys.executable, "-c", busy], columns=120, rows=24, **environ) as terminal:
+        with at_terminal([sys.executable, "-c", busy], columns=120, rows=24) as terminal:
             until(lambda t=terminal: "3 of 10" in t.read(), "the line", seen=terminal.read)
             terminal.process.send_signal(signal.SIGINT)
             assert terminal.status() == 130
