@@ -41,7 +41,6 @@ COMMANDS = [
     "schema",
     "supervisor",
     "completion",
-    "man",
 ]
 
 Result = subprocess.CompletedProcess[str]
