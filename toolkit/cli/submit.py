@@ -20,16 +20,21 @@ from toolkit.errors import InputError, PlanError
 @SET
 @TO
 @CHAIN
-def render(job: Path, overrides: tuple[str, ...], to: str, chain: int) -> None:
+@click.option("--plain", is_flag=True, help="For reading: with the supervisor's sources as text.")
+def render(job: Path, overrides: tuple[str, ...], to: str, chain: int, plain: bool) -> None:
     """Print the whole script or manifest, and do nothing else.
 
     At a terminal, a comment stands for the supervisor that the text carries.
     """
     made = _planned(job, overrides, to)
-    from toolkit.rendering.payload import folded
+    from toolkit.rendering import payload
 
     text = toolkit.render(made.in_turns() if chain > 1 else made)
-    output.write(folded(text) if sys.stdout.isatty() else text)
+    if plain:
+        text = payload.plain(text)
+    elif sys.stdout.isatty():
+        text = payload.folded(text)
+    output.write(text)
 
 
 @cli.command(epilog=example("toolkit submit jobs/digits.yaml --to slurm --follow"))

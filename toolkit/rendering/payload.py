@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,15 +135,42 @@ def folded(text: str) -> str:
     >>> folded("  supervisor.pyz: UEsD" + "A" * 2000)
     '  # supervisor.pyz: 2,004 characters of base64, which only a file or a pipe gets'
     """
+    return _CARRIED.sub(
+        _comment("{:,} characters of base64, which only a file or a pipe gets"), text
+    )
 
+
+def plain(text: str) -> str:
+    """Return a script or manifest for reading: the supervisor's sources are comments at its end."""
+    sources = [
+        f"# ==== {name}\n"
+        + "".join(f"# {line}".rstrip() + "\n" for line in source.decode().splitlines())
+        for found in _CARRIED.finditer(text)
+        for name, source in _sources(base64.b64decode(found["base64"])).items()
+    ]
+    return _CARRIED.sub(_comment("the sources are below"), text) + "".join(sources)
+
+
+def _comment(what: str) -> Callable[["re.Match[str]"], str]:
     def comment(found: "re.Match[str]") -> str:
         before = found["before"]
         indent = " " * (len(before) - len(before.lstrip(" ")))
         name = before.strip(" #:") or "the supervisor"
-        size = len(found["base64"])
-        return f"{indent}# {name}: {size:,} characters of base64, which only a file or a pipe gets"
+        return f"{indent}# {name}: {what.format(len(found['base64']))}"
 
-    return _CARRIED.sub(comment, text)
+    return comment
+
+
+def _sources(content: bytes) -> dict[str, bytes]:
+    """Return the files in an archive, by name.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        if sum(entry.file_size for entry in file.infolist()) > MOST_BYTES:
+            raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+        return {entry.filename: file.read(entry) for entry in file.infolist()}
 
 
 def carried_supervisor(path: Path) -> Carried:
@@ -164,10 +191,7 @@ def carried_supervisor(path: Path) -> Carried:
         )
     try:
         content = base64.b64decode(found["base64"], validate=True)
-        with zipfile.ZipFile(io.BytesIO(content)) as file:
-            if sum(entry.file_size for entry in file.infolist()) > MOST_BYTES:
-                raise InputError(f"{path}: the archive unpacks to more than {MOST_BYTES:,} bytes")
-            sources = {entry.filename: file.read(entry) for entry in file.infolist()}
+        sources = _sources(content)
     except (ValueError, zipfile.BadZipFile, RuntimeError, EOFError) as error:
         raise InputError(f"{path}: the archive cannot be read: {error}") from None
     if strange := [

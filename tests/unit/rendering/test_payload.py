@@ -151,3 +151,15 @@ def test_people_see_a_comment_in_its_place() -> None:
     assert max(map(len, text.splitlines())) < 200
     assert "  # supervisor.pyz: " in text
     assert payload.folded(text) == text
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_plain_text_ends_with_the_sources(kind: str) -> None:
+    begin = "spec:" if kind == "kubernetes" else "#!/bin/bash"
+    text = f"{begin}\n# supervisor.pyz: {payload.PAYLOADS[kind].base64}\n"
+    lines = payload.plain(text).splitlines()
+    assert lines[:2] == [begin, "# supervisor.pyz: the sources are below"]
+    assert all(line.startswith("#") for line in lines[1:]), "no part of it runs"
+    source = (ROOT / "toolkit/supervisor/policy.py").read_text().splitlines()
+    first = lines.index("# ==== supervisor/policy.py") + 1
+    assert f"# {source[-1]}" == lines[first + len(source) - 1]
