@@ -142,13 +142,12 @@ def folded(text: str) -> str:
 
 def plain(text: str) -> str:
     """Return a script or manifest for reading: the supervisor's sources are comments at its end."""
-    sources = [
-        f"# ==== {name}\n"
-        + "".join(f"# {line}".rstrip() + "\n" for line in source.decode().splitlines())
-        for found in _CARRIED.finditer(text)
-        for name, source in _sources(base64.b64decode(found["base64"])).items()
-    ]
-    return _CARRIED.sub(_comment("the sources are below"), text) + "".join(sources)
+    sources = ""
+    for found in _CARRIED.finditer(text):
+        for name, source in _sources(base64.b64decode(found["base64"])).items():
+            lines = [f"==== {name}", *source.decode().splitlines()]
+            sources += "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return _CARRIED.sub(_comment("the sources are below"), text) + sources
 
 
 def _comment(what: str) -> Callable[["re.Match[str]"], str]:
