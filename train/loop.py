@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
@@ -148,7 +147,7 @@ class Trainer:
         """
         started = time.monotonic()
         progress, strategy, watch = self.progress, self.strategy, self.saver.watch
-        held = None
+        held: list[float] = []
         if watch.due(progress.step) and strategy.settled(progress.step):
             # Now, as passes may move buffers.
             held = watch.numbers(progress)
@@ -234,23 +233,19 @@ class Trainer:
         return ranks_signalled > 0
 
     def _agree(
-        self, sums: Sums, changed: bool, written: bool, held: Tensor | None
+        self, sums: Sums, changed: bool, written: bool, held: Sequence[float]
     ) -> tuple[float, ...]:
         """Exchange all that ranks must agree on before the weights move, in one small collective.
 
-        `held`: what the watch compares, if it does. Returns the loss and the count of the whole
+        `held`: what the watch compares, if anything. Returns the loss and the count of the whole
         batch, the number of ranks that were asked to stop, the number of ranks that have left out
         other parameters than before, and the number of ranks whose passes have written parameters.
         """
         mine = full(sums.loss)
         own = (sums.count, self.stop.requested, changed, written)
-        if held is None:
-            loss, *others = self.group.sum_with(mine, own)
-        else:
-            computed = torch.cat([mine.double().reshape(1), held.to(mine.device)])
-            loss, *totals = self.group.sum_with(computed, own)
-            others = totals[-len(own) :]
-            self.saver.watch.check(totals[: -len(own)])
+        loss, *others = self.group.sum_with(mine, (*own, *held))
+        if held:
+            self.saver.watch.check(others[len(own) :])
         if not math.isfinite(loss):
             finite = math.isfinite(mine.item())
             numbers = self.feed.numbers(self.progress.samples_seen).tolist()
@@ -264,7 +259,7 @@ class Trainer:
                 "another --run-dir; if these samples are sound, the step before has spoilt the "
                 "weights, which --clip-norm would find"
             )
-        return (loss, *others)
+        return (loss, *others[: len(own)])
 
     def _check_writes(self, mine: Sequence[str]) -> None:
         """Make sure that what passes have written stays, and is the same on all ranks.

@@ -94,7 +94,7 @@ class Saver:
             if name.startswith(OPTIMIZER)
         }
         self.optimizer.allocate(slots)
-        tensors = self._tensors()
+        tensors = _named(self.strategy.model_state(), self.optimizer.tensors())
         recovery.load(run_dir, self.group, resumption, tensors)
         model = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
         self.strategy.load_model_state(model)
@@ -139,7 +139,8 @@ class Saver:
         # A kill cannot take back these steps, so the metrics must not lack them.
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
-        self._agree(progress)
+        model, moments = self.strategy.model_state(), self.optimizer.tensors()
+        self._agree(progress, model, moments)
         position = Position(attempt=self.group.rank_info.attempt, step=progress.step)
         state = State(
             step=progress.step,
@@ -176,7 +177,7 @@ class Saver:
             lambda: self._checkpointer.save(
                 position,
                 state,
-                self._tensors(),
+                _named(model, moments),
                 since=since,
                 make_room=lambda: self._retention.make_room(position),
                 may_go=lambda: self._retention.may_go(position),
@@ -213,14 +214,19 @@ class Saver:
     def _everywhere(self, names: Iterable[str]) -> list[str]:
         return sorted({name for rank in self.group.gather(list(names)) for name in rank})
 
-    def _agree(self, progress: TrainingProgress) -> None:
+    def _agree(
+        self,
+        progress: TrainingProgress,
+        model: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
+    ) -> None:
         """Refuse a checkpoint of weights that are not finite, or not the same on all ranks.
 
         A gradient can be infinite under a finite loss, and is not checked without clipping.
         """
         own_names = not_finite(self.strategy)
-        numbers = self.watch.numbers(progress, everything=True)
-        *totals, found = self.group.sum_with(numbers, [len(own_names)])
+        numbers = self.watch.numbers(progress, model, moments)
+        *totals, found = self.group.sum([*numbers, len(own_names)])
         if found:
             names = self._everywhere(own_names)
             raise NonFiniteLoss(
@@ -254,12 +260,6 @@ class Saver:
             f"{'a newer attempt' if newer else 'a later start of it'} has taken over "
             f"{self.directory.path}"
         )
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint holds, this rank's parts."""
-        model = {MODEL + name: tensor for name, tensor in self.strategy.model_state().items()}
-        moments = {OPTIMIZER + key: tensor for key, tensor in self.optimizer.tensors().items()}
-        return model | moments
 
     def _report_damage(self, sightings: list[recovery.Sighting]) -> None:
         for rank, sighting in enumerate(sightings):
@@ -295,3 +295,9 @@ def changes(
     }
     lines = [f"{how}: {', '.join(names)}" for how, names in lists.items() if names]
     return differences(there, here) + lines
+
+
+def _named(model: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the live tensors that a checkpoint holds, this rank's parts."""
+    named = {MODEL + name: tensor for name, tensor in model.items()}
+    return named | {OPTIMIZER + key: tensor for key, tensor in moments.items()}

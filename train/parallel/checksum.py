@@ -1,11 +1,11 @@
-"""A number for what a tensor holds, computed where the tensor lies.
+"""A number for what tensors hold, computed where they lie.
 
-A wrapping sum over its memory, of elements or of 64-bit words: any number of changed bits of one
-element changes it. Large tensors take one pass at the speed of memory each; of small ones, which
-cost a call more than a pass, many are summed up at once.
+A wrapping sum over their memory as 64-bit words, each times an odd factor of its place: any number
+of changed bits of one element changes it, and so does another order. Large tensors take one pass at
+the speed of memory each; small ones, which cost a call more than a pass, are copied together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from ..runtime.process_group import bytes_of
 
 WORD = 8
-"""Bytes of an integer."""
-REST = 0x9E3779B1
-"""Odd: what is left over after the last whole word must not be mistaken for a part of one."""
-SMALL = 2**13
-"""Elements up to which a copy takes less time than calls for each tensor."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By the bytes of an element, what it is summed up as."""
+"""Bytes of a word."""
+FACTORS = 2**12
+"""Words with factors of their own; then these repeat."""
+ODD = 0x1E3779B97F4A7C15
+SMALL_BYTES = 2**17
+"""Up to which a copy takes less time than calls for each tensor."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -30,52 +29,111 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum up each of some tensors. Shape [tensors], int64, on the device."""
-    together: dict[tuple[torch.device, int], list[tuple[int, Tensor]]] = {}
-    places: list[int] = []
-    sums: list[Tensor] = []
-    for place, tensor in enumerate(tensors):
-        own = tensor.detach()
-        if isinstance(own, DTensor):
-            own = own.to_local()
-        if own.is_complex():
-            own = own.resolve_conj()
-        flat = own.resolve_neg().reshape(-1)
-        if flat.stride() != (1,):
-            # Of one element, torch takes any stride for contiguous.
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        if len(flat) <= SMALL:
-            together.setdefault((flat.device, flat.itemsize), []).append((place, flat))
-        else:
-            places.append(place)
-            sums.append(_of_words(flat).to(device).reshape(1))
-    for (at, size), group in together.items():
-        places += [place for place, _ in group]
-        sums.append(_of_elements([flat for _, flat in group], INTEGERS[size], at).to(device))
-    if not sums:
-        return torch.zeros(0, dtype=torch.int64, device=device)
-    order = sorted(range(len(places)), key=places.__getitem__)
-    return torch.cat(sums)[torch.tensor(order, device=device)]
+    flats = [_flat(_own(tensor)) for tensor in tensors]
+    factors = {at: _factors(at) for at in {flat.device for flat in flats}}
+    sums = [_sum(flat, factors[flat.device]).to(device) for flat in flats]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def _of_words(flat: Tensor) -> Tensor:
-    """Sum up a tensor without a copy. Scalar, int64."""
-    # A word begins where a word may.
-    if flat.storage_offset() * flat.itemsize % WORD:
-        flat = flat.clone()
-    content = bytes_of(flat)
-    whole = content.numel() // WORD * WORD
-    total = content[:whole].view(torch.int64).sum()
-    if whole < content.numel():
-        total = total + content[whole:].sum(dtype=torch.int64) * REST
-    return total
+class Summands:
+    """Tensors that are summed up together, again and again."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] | None = None
+        self._flats: list[Tensor] = []
+        # What a copy was made of, as its elements are not one after the other.
+        self._scattered: list[int] = []
+        # For each device: room for copies, as much of it as they take, and whose they are.
+        self._copies: list[tuple[Tensor, Tensor, list[int]]] = []
+        self._factors: list[Tensor] = []
+        self._large: dict[int, int] = {}
+
+    @torch.no_grad()
+    def sum(self, tensors: Sequence[Tensor]) -> int:
+        """Sum up what they hold, once devices have computed it: 64 bits."""
+        # Without gradients, what a DTensor gives is no copy.
+        owns = [_own(tensor) for tensor in tensors]
+        addresses = [own.data_ptr() for own in owns]
+        if addresses != self._addresses:
+            self._prepare(owns)
+            self._addresses = addresses
+        for number in self._scattered:
+            self._flats[number] = _flat(owns[number])
+        total = 0
+        for (whole, used, numbers), factors in zip(self._copies, self._factors, strict=True):
+            torch.cat([self._flats[n] for n in numbers], out=used)
+            total += int(_sum(whole, factors))
+        if self._large:
+            flats = [self._flats[number] for number in self._large]
+            sums = checksums(flats, flats[0].device).tolist()
+            self._large = dict(zip(self._large, sums, strict=True))
+            total += sum((2 * number + 1) * one for number, one in self._large.items())
+        return total % 2**64
+
+    def each(self) -> list[int]:
+        """Return the sums of the single tensors when all of them were summed up."""
+        found = dict(self._large)
+        for _, used, numbers in self._copies:
+            parts = torch.split(used, [self._flats[n].numel() for n in numbers])
+            found |= zip(numbers, checksums(parts, used.device).tolist(), strict=True)
+        return [found[number] for number in range(len(found))]
+
+    def _prepare(self, owns: Sequence[Tensor]) -> None:
+        """Look at tensors anew. What is kept of one keeps its memory: no other has its address."""
+        self._flats = [_flat(own) for own in owns]
+        pairs = list(zip(owns, self._flats, strict=True))
+        self._scattered = [n for n, (a, b) in enumerate(pairs) if a.data_ptr() != b.data_ptr()]
+        self._large = {n: 0 for n, (_, b) in enumerate(pairs) if b.numel() > SMALL_BYTES}
+        together: dict[torch.device, list[int]] = {}
+        # Elements do not reach over words if larger ones come first.
+        for number in sorted(range(len(pairs)), key=lambda n: -owns[n].itemsize):
+            if number not in self._large:
+                together.setdefault(owns[number].device, []).append(number)
+        self._copies, self._factors = [], [_factors(at) for at in together]
+        for at, numbers in together.items():
+            size = sum(self._flats[number].numel() for number in numbers)
+            # Whole rows take the fewest calls.
+            room = size if size < WORD * FACTORS else -(-size // (WORD * FACTORS)) * WORD * FACTORS
+            whole = torch.zeros(room, dtype=torch.uint8, device=at)
+            self._copies.append((whole, whole[:size], numbers))
 
 
-def _of_elements(flats: list[Tensor], integer: torch.dtype, device: torch.device) -> Tensor:
-    """Sum up tensors of elements of one size. Shape [tensors], int64."""
-    parts = [flat.view(integer) for flat in flats]
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + len(part))
-    # The differences of running sums, which begin with nothing.
-    running = torch.cat([parts[0].new_zeros(1), *parts]).cumsum(0, dtype=torch.int64)
-    return running[torch.tensor(ends, device=device)].diff()
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat(own: Tensor) -> Tensor:
+    """Return a tensor's memory. Shape [bytes], uint8; a copy, where elements lie apart."""
+    flat = own.detach().resolve_neg()
+    if flat.is_complex():
+        flat = flat.resolve_conj()
+    flat = flat.reshape(-1)
+    # A word begins where a word may; and of one element, torch takes any stride for contiguous.
+    if flat.stride() != (1,) or flat.storage_offset() * flat.itemsize % WORD:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return bytes_of(flat)
+
+
+def _sum(content: Tensor, factors: Tensor) -> Tensor:
+    """Sum up memory. Scalar, int64."""
+    size = content.numel()
+    count, rest = divmod(size, WORD)
+    rows = count // FACTORS
+    words = (content if rest == 0 else content[: size - rest]).view(torch.int64)
+    sums = []
+    if rows:
+        whole = words if rows * FACTORS == count else words[: rows * FACTORS]
+        sums.append(whole.view(rows, FACTORS).sum(0) * factors)
+    if rows * FACTORS < count:
+        sums.append(words[rows * FACTORS :] * factors[: count - rows * FACTORS])
+    if rest or not sums:
+        places = torch.arange(0, 8 * rest, 8, device=content.device)
+        sums.append((content[size - rest :].long() << places) * ODD)
+    return (sums[0] if len(sums) == 1 else torch.cat(sums)).sum()
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Return odd numbers without a pattern. Shape [FACTORS], int64."""
+    places = torch.arange(1, FACTORS + 1, device=device) * ODD
+    places = (places ^ places >> 29) * ODD
+    return places ^ places >> 32 | 1

@@ -5,11 +5,11 @@ flipped: none of it raises an error, and a checkpoint takes each tensor from som
 compare checksums of all that several of them hold, before each checkpoint and every so many steps:
 parameters, saved buffers, and what the step depends on; at a checkpoint, the optimizer's state too.
 
-Each rank sums up its tensors where they lie (see `checksum`), and the sums of all tensors that the
-same ranks hold become one number. Nothing is exchanged for it: its digits and their squares travel
-with what ranks add up anyway, before a checkpoint and in the next step. Of n ranks that hold the
-same, n times the sum of squares is the square of the sum; of others it is more. Only then do ranks
-exchange the sums of tensors, to name these.
+Each rank sums up all tensors that the same ranks hold, where they lie (see `checksum`). Nothing is
+exchanged for it: the digits of the sum and their squares travel with what ranks add up anyway,
+before a checkpoint and in the next step. Of n ranks that hold the same, n times the sum of squares
+is the square of the sum; of others it is more. Only then do ranks exchange the sums of tensors, to
+name these.
 
 Left out, as it may differ: tensors along the ranks of a tensor-parallel group that are no whole
 numbers, since each rank computes them anew and a GPU need not add in the same order twice; and the
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import ReplicaError, UsageError
-from .checksum import checksums
+from .checksum import WORD, Summands
 
 if TYPE_CHECKING:
     from ..model.gradients import LossScaler
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from ..rundir.files import TrainingProgress
     from .base import Strategy
 
-SHARE = 0.0005
-"""Of the time of steps, what comparing may take: with both at their least, and 0.001 at most."""
+SHARE = 0.0002
+"""Of the time of steps, what comparing may take, with both at their least: others of the same run
+find cold caches, or a processor at work."""
 UNKNOWN = 32
 """Steps between two comparisons before their cost is known; the first does what is done once."""
 DIGIT_BITS = 16
 """Of a number that is compared: sums of its digits' squares are exact up to 2**21 ranks."""
-DIGITS = 64 // DIGIT_BITS
+SHIFTS = range(0, 8 * WORD, DIGIT_BITS)
 
 Key = tuple[str, str]
 """A tensor's name, and which part of it; equal for ranks that must hold the same."""
@@ -55,7 +56,7 @@ class Watch:
     ) -> None:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
-        self._plan: _Plan | None = None
+        self._plans: dict[bool, _Plan | None] = {}
         # The least that was seen: others hold waits for something else.
         self._step_s = self._cost_s = math.inf
         # How many steps this rank would have between two comparisons, by what they have cost.
@@ -67,38 +68,40 @@ class Watch:
         """Whether the step after this one compares what ranks hold now."""
         return step >= self._next
 
-    def numbers(self, progress: "TrainingProgress", *, everything: bool = False) -> Tensor:
-        """Return what ranks must add up and then `check()`. Shape [numbers], float64.
+    def numbers(
+        self,
+        progress: "TrainingProgress",
+        model: Mapping[str, Tensor] | None = None,
+        moments: Mapping[str, Tensor] | None = None,
+    ) -> list[float]:
+        """Return numbers that ranks must add up and then `check()`.
 
         Args:
             progress: where the run is.
-            everything: compare the optimizer's state, too.
+            model: the strategy's `model_state()`, if it is at hand.
+            moments: the optimizer's state, if it is to be compared, too.
         """
         if self._group.rank_info.world_size == 1 or not self._group.connected:
-            return torch.zeros(0)
+            return []
         started = time.perf_counter()
-        tensors = self._strategy.model_state()
-        if everything or self._plan is None:
-            state = self._optimizer.tensors()
-            tensors |= {f"optimizer state {name}": tensor for name, tensor in state.items()}
+        model = self._strategy.model_state() if model is None else model
+        everything, moments = moments is not None, moments or {}
+        tensors, names = [*model.values(), *moments.values()], [*model, *moments]
         position = [progress.step, progress.samples_seen, *self._scale()]
-        if made := self._plan is None:
-            self._plan = _Plan(self._strategy, tensors)
-        plan = self._plan
+        plan = self._plans.get(everything)
+        if made := plan is None:
+            plan = self._plans[everything] = _Plan(self._strategy, model, moments)
         # A later step may train parameters that had no state so far, perhaps on this rank alone.
-        known = plan.names[: len(tensors)] == [*tensors]
-        watched = [tensors[name] for name in plan.watched if name in tensors] if known else []
-        sums = checksums(watched, self._strategy.norm_device)
-        self._held = progress, everything, sums, position
-        own = plan.numbers(sums, position)
-        numbers = torch.cat([own, own.new_tensor([self._interval, not known])])
+        known = plan.names == names
+        numbers = plan.numbers(tensors if known else None, position)
         if not (everything or made) and progress.step > self._last:
             step_s = (started - self._started) / (progress.step - self._last)
             self._step_s = min(self._step_s, step_s)
             self._cost_s = min(self._cost_s, time.perf_counter() - started)
             self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
         self._started, self._last = started, progress.step
-        return numbers
+        self._held = progress, everything, position
+        return [*numbers, self._interval, not known]
 
     def check(self, totals: Sequence[float]) -> None:
         """Make sure that replicas are equal, by the sums over all ranks of `numbers()`.
@@ -109,24 +112,25 @@ class Watch:
         """
         if not totals:
             return
-        plan, (progress, everything, sums, position) = self._plan, self._held
+        progress, everything, position = self._held
+        plan = self._plans[everything]
         assert plan is not None, "numbers() has made it"
         *totals, interval, unknown = totals
         if unknown:
             # What was summed up in a step has moved since: the next one compares.
-            self._plan, self._next = None, self._last
+            self._plans[everything], self._next = None, self._last
             if everything:
                 self.compare(progress)
             return
         if plan.unlike(totals):
-            self._refuse(plan, sums, position)
+            self._refuse(plan, position)
         # The mean of what ranks would choose: the same on all of them.
         mean = interval / self._group.rank_info.world_size
         self._next = self._last + (math.ceil(mean) or UNKNOWN)
 
     def compare(self, progress: "TrainingProgress") -> None:
         """Make sure that replicas are equal in everything, by an exchange of its own."""
-        self.check(self._group.sum_with(self.numbers(progress, everything=True), ()))
+        self.check(self._group.sum(self.numbers(progress, moments=self._optimizer.tensors())))
 
     def _scale(self) -> Sequence[float]:
         """Return what the next step's loss is scaled by; of a parameter server, only it knows."""
@@ -134,10 +138,9 @@ class Watch:
         served = self._strategy.parts.config.strategy_on(ranks) == "ps"
         return [] if served else [*self._scaler.state().values()]
 
-    def _refuse(self, plan: "_Plan", sums: Tensor, position: Sequence[float]) -> None:
+    def _refuse(self, plan: "_Plan", position: Sequence[float]) -> None:
         step = self._last
-        # Of the model alone, or of the optimizer's state as well, which follows.
-        mine: dict[Key, int | Sequence[float]] = dict(zip(plan.keys, sums.tolist(), strict=False))
+        mine: dict[Key, int | Sequence[float]] = {**plan.each()}
         mine["the position in the run, or the scale of losses", ""] = position
         by_key: dict[Key, dict[int, object]] = {}
         for rank, held in enumerate(self._group.gather(mine)):
@@ -179,58 +182,63 @@ def _minority(values: Mapping[int, object]) -> list[int]:
 class _Plan:
     """Which ranks hold which tensors; worked out once, as long as the names stay."""
 
-    def __init__(self, strategy: "Strategy", tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, strategy: "Strategy", model: Mapping[str, Tensor], moments: Mapping[str, Tensor]
+    ) -> None:
         group = strategy.parts.group
-        self._group, self._device = group, strategy.norm_device
-        self.names = [*tensors]
+        self.names = [*model, *moments]
         layout, rank = strategy.parts.layout, group.rank_info.rank
         at_tp = layout.coordinates(rank)["tp"] if layout.world_size > 1 else 0
-        rounds = len({*group.gather(_processor(self._device))}) > 1
+        rounds = len({*group.gather(_processor(strategy.norm_device))}) > 1
         parameters = {name for name, _ in strategy.named_parameters()}
-        self.watched: list[str] = []
-        """Names of the tensors to sum up."""
-        self.keys: list[Key] = []
-        """Their keys, in the same order."""
         self.whole_numbers: set[str] = set()
         """Buffers that hold whole numbers."""
-        for name, tensor in tensors.items():
+        keys: dict[Key, int] = {}
+        states = {f"optimizer state {name}": tensor for name, tensor in moments.items()}
+        for number, (name, tensor) in enumerate({**model, **states}.items()):
             inexact = tensor.is_floating_point() or tensor.is_complex()
             if inexact and rounds:
                 continue
             part = _part(tensor)
-            self.watched.append(name)
-            self.keys.append((name, f"{part} tp {at_tp}" if inexact else part))
+            keys[name, f"{part} tp {at_tp}" if inexact else part] = number
             if not inexact and name not in parameters:
                 self.whole_numbers.add(name)
         holders: dict[Key, list[int]] = {}
-        for other, keys in enumerate(group.gather(self.keys)):
-            for key in keys:
+        for other, its_keys in enumerate(group.gather([*keys])):
+            for key in its_keys:
                 holders.setdefault(key, []).append(other)
+        # What only one rank holds, nobody compares.
         sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
-        numbers = {ranks: number for number, ranks in enumerate(sets)}
-        # What only one rank holds goes to a place after the last one, as nobody compares it.
-        places = [numbers.get(tuple(holders[key]), len(sets)) for key in self.keys]
-        self._places = torch.tensor(places, dtype=torch.int64, device=self._device)
-        weights = [_odd(key) for key in self.keys]
-        self._weights = torch.tensor(weights, dtype=torch.int64, device=self._device)
-        shifts = range(0, 64, DIGIT_BITS)
-        self._shifts = torch.tensor(shifts, device=self._device)
-        # That place then has what all ranks have in common.
+        self._keys = [sorted(key for key in keys if tuple(holders[key]) == ranks) for ranks in sets]
+        self._numbers = [[keys[key] for key in same] for same in self._keys]
+        self._summands = [Summands() for _ in sets]
+        # The last number is of what all ranks have in common.
         self._holders = [*map(len, sets), group.rank_info.world_size]
 
-    def numbers(self, sums: Tensor, position: Sequence[float]) -> Tensor:
-        """Return the digits of each place and their squares; sums may be of the first alone."""
-        joint, count = sums.new_zeros(len(self._holders)), len(sums)
-        joint.index_add_(0, self._places[:count], sums * self._weights[:count])
-        joint[-1] = _odd(("", repr(position)))
-        digits = joint.unsqueeze(1) >> self._shifts & (1 << DIGIT_BITS) - 1
-        values = digits.reshape(-1).double()
-        return torch.cat([values, values.square()])
+    def numbers(self, tensors: Sequence[Tensor] | None, position: Sequence[float]) -> list[float]:
+        """Return the digits of each set's sum, and their squares; None: of nothing."""
+        digest = hashlib.sha256(repr(position).encode()).digest()
+        sums = [
+            summands.sum([tensors[number] for number in numbers]) if tensors and numbers else 0
+            for summands, numbers in zip(self._summands, self._numbers, strict=True)
+        ]
+        sums.append(int.from_bytes(digest[:WORD], "big"))
+        digits = [one >> shift & (1 << DIGIT_BITS) - 1 for one in sums for shift in SHIFTS]
+        return [*digits, *(digit * digit for digit in digits)]
+
+    def each(self) -> dict[Key, int]:
+        """Return the last sums of the single tensors."""
+        return {
+            key: sum_
+            for summands, keys in zip(self._summands, self._keys, strict=True)
+            if keys
+            for key, sum_ in zip(keys, summands.each(), strict=True)
+        }
 
     def unlike(self, totals: Sequence[float]) -> bool:
         """Whether ranks have added up different digits."""
         half = len(totals) // 2
-        holders = (count for count in self._holders for _ in range(DIGITS))
+        holders = (count for count in self._holders for _ in SHIFTS)
         return any(
             count * int(squares) != int(total) ** 2
             for count, total, squares in zip(holders, totals[:half], totals[half:], strict=True)
@@ -243,12 +251,6 @@ def _part(tensor: Tensor) -> str:
         return ""
     boxes = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return "; ".join(f"{[*box.offsets]} {[*box.sizes]}" for box in boxes)
-
-
-def _odd(key: Key) -> int:
-    """Return a signed 64-bit number for a key, by which its sum is multiplied: an odd one."""
-    digest = hashlib.sha256(repr(key).encode()).digest()[:8]
-    return int.from_bytes(digest, "big", signed=True) | 1
 
 
 def _processor(device: torch.device) -> str:

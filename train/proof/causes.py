@@ -45,13 +45,18 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
     model.train()
     parameters = dict(model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    values = {name: p.detach().clone() for name, p in parameters.items()}
+    # A teacher that is still equal to its student is written, and stays as it is.
+    values = {name: (p.detach().clone(), p._version) for name, p in parameters.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     saved = model.state_dict().keys()
     snapshot, attributes = Snapshot(model), _attributes(model)
     for _ in range(STEPS):
         model(samples.inputs)
-    written = tuple(name for name, p in parameters.items() if not p.equal(values[name]))
+    written = tuple(
+        name
+        for name, (value, version) in values.items()
+        if parameters[name]._version != version or not parameters[name].equal(value)
+    )
     now = dict(model.named_buffers())
     moved = [name for name, before in buffers.items() if not now[name].equal(before)]
     remembered = tuple(

@@ -47,16 +47,13 @@ class RankGroup:
         return total
 
     def sum_with(self, computed: Tensor, values: Sequence[float]) -> list[float]:
-        """Add numbers that the device is still computing, and others; wait for them only once.
-
-        `computed` has the shape [] or [numbers]; these come first.
-        """
+        """Add a scalar that the device is still computing, and others; wait for it only once."""
         if self.rank_info.world_size == 1 or not self.connected:
-            return [*computed.reshape(-1).tolist(), *values]
-        on_gpu, count = self.device.type == "cuda", computed.numel()
-        vector = torch.tensor([*[0.0] * count, *values], dtype=torch.float64, pin_memory=on_gpu)
+            return [computed.item(), *values]
+        on_gpu = self.device.type == "cuda"
+        vector = torch.tensor([0.0, *values], dtype=torch.float64, pin_memory=on_gpu)
         vector = vector.to(self.device, non_blocking=True)
-        vector[:count] = computed
+        vector[0] = computed
         if self.rank_info.world_size == 2 and not on_gpu:
             # Gloo sums in two rounds, a scatter and a gather; two ranks need only one.
             both = torch.empty(2, len(vector), dtype=vector.dtype)

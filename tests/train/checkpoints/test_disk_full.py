@@ -12,6 +12,7 @@ import pytest
 
 from tests.train.support.making import trainer_for
 from train.checkpoints import store
+from train.checkpoints.saver import _named
 from train.checkpoints.store import Position
 from train.errors import CheckpointError
 from train.loop import Trainer
@@ -142,7 +143,7 @@ def test_a_start_that_was_replaced_removes_nothing_to_make_room(small_disk: Disk
         old.saver._checkpointer.save(
             Position(attempt=0, step=3),
             store.read_state(Position(attempt=0, step=2).path(run_dir)),
-            old.saver._tensors(),
+            _named(old.strategy.model_state(), old.optimizer.tensors()),
             make_room=lambda: old.saver._retention.make_room(Position(attempt=0, step=3)),
         )
         old.saver._checkpointer.wait()
