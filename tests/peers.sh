@@ -16,7 +16,7 @@ peer() { # FOLDER WHAT PACKAGE... [-- PACKAGE..., without what they need]
 }
 peer ml-goodput-measurement "ml-goodput-measurement and TensorBoard" \
   google-cloud-{logging,monitoring,storage} tensorboard -- ml-goodput-measurement==0.2.3 tensorboardX
-peer trackers "W&B and MLflow" wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic
+peer trackers "W&B, MLflow and trackio" wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic trackio==0.43.0
 # What `make release` needs.
 install -c "$project/constraints.txt" -e "$project[release]" 2>/dev/null ||
   echo "left out: the test of a release, whose tools could not be had" >&2

@@ -11,8 +11,8 @@ from toolkit.errors import InputError, PlanError, Problem, ProfileError, in_one_
 from toolkit.job.spec import JobSpec, load, read_job
 from toolkit.lint import check as lint
 from toolkit.lint.folders import files_to_check, is_folder
-from toolkit.lint.manifests.rules.schema import is_known
-from toolkit.lint.rulebook import MANIFESTS, Rule, Violation
+from toolkit.lint.manifests.rules.schema import Schemas, is_known, read_schemas, schemas_of
+from toolkit.lint.rulebook import Rule, Violation
 from toolkit.lint.scripts.options import is_batch_script
 from toolkit.lint.scripts.script import Site, read_batch_script
 from toolkit.lint.training.script import read_training_script
@@ -77,6 +77,7 @@ def check(
     *,
     to: Sequence[str | Profile] = (),
     server: bool = False,
+    schemas: str | Path | None = None,
     verify: bool = False,
     command: Command = run_command,
     api_client: Any = None,
@@ -92,6 +93,7 @@ def check(
         to: The profiles that a job file must work with; for manifests, that of their namespace;
             for a batch script, that of its site.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
+        schemas: A folder with the CustomResourceDefinitions that apply to manifests.
         verify: Whether to start the ranks of a job that trains with `train` on the CPUs of this
             machine, and to compare its first steps with those of one process.
         command: Runs Slurm's commands for a batch script.
@@ -104,7 +106,7 @@ def check(
     """
     path, overrides = Path(path), tuple(overrides)  # overrides are read more than once
     if is_folder(path):
-        options = {"to": to, "server": server}
+        options = {"to": to, "server": server, "schemas": schemas}
         more = {"command": command, "api_client": api_client}
         return [
             one
@@ -119,11 +121,14 @@ def check(
         profiles = [as_profile(profile) for profile in to]
         problems = _script_problems(path, profiles, command if server else None)
         return [finding(problem) for problem in problems]
+    schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     if content == "manifests":
         sites = [as_profile(profile) for profile in to]
-        problems = _manifest_problems(path, sites, server=server, api_client=api_client)
+        problems = _manifest_problems(
+            path, sites, schemas=schema_set, server=server, api_client=api_client
+        )
         return [finding(problem) for problem in problems]
-    findings = _job_findings(path, overrides, to)
+    findings = _job_findings(path, overrides, to, schemas=schema_set)
     if server and not findings:
         job = load(path, overrides)
         for profile in map(as_profile, to):
@@ -163,8 +168,9 @@ def profiles_for(content: str, profiles: Iterable[str | Profile]) -> list[Profil
     return [one for one in map(as_profile, profiles) if isinstance(one, kinds[content])]
 
 
-def unchecked_kinds(path: Path) -> list[str]:
+def unchecked_kinds(path: Path, *, schemas: str | Path | None = None) -> list[str]:
     """Return the kinds in a file of manifests whose fields no schema is known for."""
+    schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     try:
         manifests = read_manifests(read_text(path), str(path)).manifests
     except InputError:
@@ -173,7 +179,7 @@ def unchecked_kinds(path: Path) -> list[str]:
         {
             f"{manifest.kind} ({manifest.group})" if manifest.group else manifest.kind
             for manifest in manifests
-            if not is_known(manifest)
+            if not is_known(manifest, schema_set)
         }
     )
 
@@ -211,7 +217,7 @@ def finding(problem: Problem, document: Document | None = None) -> Finding:
 
 
 def _job_findings(
-    path: Path, overrides: Iterable[str], to: Iterable[str | Profile]
+    path: Path, overrides: Iterable[str], to: Iterable[str | Profile], *, schemas: Schemas | None
 ) -> list[Finding]:
     """Plan and render a job for each profile; check the manifests that Kubernetes gets."""
     job, document = load(path, overrides), read_job(path, overrides)
@@ -227,7 +233,7 @@ def _job_findings(
                 findings += (finding(problem, document) for problem in problems)
             if isinstance(made, KubernetesPlan):
                 plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
-                problems = _rendered_problems(_shortened(made))
+                problems = _rendered_problems(_shortened(made), schemas)
                 findings += (finding(problem, document) for problem in problems)
             render(made)
         except InputError as error:
@@ -268,10 +274,10 @@ def _shortened(made: KubernetesPlan) -> KubernetesPlan:
     return replace(made, points=made.points[:_MOST_POINTS])
 
 
-def _rendered_problems(made: KubernetesPlan) -> Iterator[Problem]:
+def _rendered_problems(made: KubernetesPlan, schemas: Schemas | None) -> Iterator[Problem]:
     """Yield the problems of a rendered manifest, each with the key of the job that causes it."""
     unpatched: set[tuple[str, str]] | None = None
-    for rule, violation in _rendered_violations(made):
+    for rule, violation in _rendered_violations(made, schemas):
         key, where = _key_of(violation.at), "rendered"
         if made.patches:
             if unpatched is None:
@@ -279,7 +285,7 @@ def _rendered_problems(made: KubernetesPlan) -> Iterator[Problem]:
                 job = made.job.model_copy(update={"kubernetes": options})
                 profile = made.profile.model_copy(update={"patches": ()})
                 plain = _shortened(plan(job, profile, run_name=made.run_name))
-                unpatched = {(r.id, v.what) for r, v in _rendered_violations(plain)}
+                unpatched = {(r.id, v.what) for r, v in _rendered_violations(plain, schemas)}
             if (rule.id, violation.what) not in unpatched:
                 key, where = ("kubernetes", "patches"), "patched"
         yield Problem(
@@ -327,17 +333,19 @@ def _key_of(at: View) -> KeyPath:
     return next((_KEYS[part] for part in reversed(path) if part in _KEYS), ())
 
 
-def _rendered_violations(made: KubernetesPlan) -> list[tuple[Rule, Violation[View]]]:
+def _rendered_violations(
+    made: KubernetesPlan, schemas: Schemas | None
+) -> list[tuple[Rule, Violation[View]]]:
     source = f"rendered for {made.profile.name}"
     stream = read_manifests(render(made), source, pod_security=made.profile.pod_security)
-    return list(MANIFESTS.violations(stream))
+    return list(lint.manifest_violations(stream, schemas))
 
 
 # ---- Manifests
 
 
 def _manifest_problems(
-    path: Path, sites: Sequence[Profile], *, server: bool, api_client: Any
+    path: Path, sites: Sequence[Profile], *, schemas: Schemas | None, server: bool, api_client: Any
 ) -> list[Problem]:
     site: KubernetesProfile | None = None
     for profile in sites:
@@ -348,8 +356,13 @@ def _manifest_problems(
     text = read_text(path)
     manifests = read_manifests(text, str(path)).manifests
     cluster = site or KubernetesProfile(name="current")
+    if server and schemas is None:
+        from toolkit.kubernetes.client.resources import definitions
+
+        objects = [manifest.data for manifest in manifests]
+        schemas = schemas_of(definitions(objects, cluster, api_client=api_client))
     level = site.pod_security if site else None
-    problems = lint.check_manifests(text, str(path), pod_security=level)
+    problems = lint.check_manifests(text, str(path), pod_security=level, schemas=schemas)
     if server:
         problems += lint.not_allowed(_server_problems(manifests, cluster, api_client), text)
     return lint.in_order(problems)

@@ -157,7 +157,7 @@ def test_metrics_and_trackers_take_nothing_that_is_newer(run_dir: Path, tmp_path
     with pytest.raises(NewerFormat, match=said):
         run.metrics()
     with pytest.raises(NewerFormat, match=said):
-        forward([run], "tensorboard", tmp_path / "curves", follow=False)
+        forward([run], "prometheus", tmp_path / "out.prom", follow=False)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])

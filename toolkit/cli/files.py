@@ -88,6 +88,12 @@ def init(
 @click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
 @click.option("--server", is_flag=True, help="Query the site or cluster, too; submits nothing.")
 @click.option(
+    "--schemas",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Check manifests by the CustomResourceDefinitions in a folder (kubectl get crd -o yaml).",
+)
+@click.option(
     "--verify",
     is_flag=True,
     help="Start the ranks of a `module: train` job on this machine's CPUs; they compare three "
@@ -99,6 +105,7 @@ def check(
     overrides: tuple[str, ...],
     to: tuple[str, ...],
     server: bool,
+    schemas: Path | None,
     verify: bool,
     as_json: bool,
 ) -> None:
@@ -116,7 +123,7 @@ def check(
     if len(files) > 1 or is_folder(files[0]):
         if verify:
             raise click.UsageError("--verify proves one job; name one file")
-        _check_many(files, overrides, to, server=server, as_json=as_json)
+        _check_many(files, overrides, to, server=server, schemas=schemas, as_json=as_json)
         return
     (file,) = files
     content = checks.kind_of_file(file)
@@ -124,7 +131,7 @@ def check(
         raise click.UsageError("--verify is for jobs")
     if content == "script" and overrides:
         raise click.UsageError("--set is for jobs, not for scripts")
-    if content == "training" and (to or overrides or server):
+    if content == "training" and (to or overrides or server or schemas):
         raise click.UsageError(
             "of a training script only its Python is read; leave out the options"
         )
@@ -136,12 +143,14 @@ def check(
         raise click.UsageError("--server queries the site of a profile; name one with --to")
     note_origins(to)
     try:
-        findings = toolkit.check(file, overrides, to=to, server=server, verify=verify)
+        findings = toolkit.check(
+            file, overrides, to=to, server=server, schemas=schemas, verify=verify
+        )
     except InputError as error:
         findings = [checks.finding(problem) for problem in error.problems]
     _show(findings, as_json=as_json)
     if content == "manifests" and not server:
-        note(_unchecked([file]))
+        note(_unchecked([file], schemas))
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if as_json:
@@ -168,6 +177,7 @@ def _check_many(
     to: tuple[str, ...],
     *,
     server: bool,
+    schemas: Path | None,
     as_json: bool,
 ) -> None:
     """Check files and folders; each option counts for the kinds of files that take it."""
@@ -189,24 +199,24 @@ def _check_many(
         for file in inside:
             content = checks.kind_of_file(file)
             names = to or ((default,) if default and _is_for(content, default) else ())
-            asks = server and bool(names or content != "job")
-            findings += checks.check_among_others(file, overrides, to=names, server=asks)
+            options = {"server": server and bool(names or content != "job"), "schemas": schemas}
+            findings += checks.check_among_others(file, overrides, to=names, **options)
             manifests += [file] if content == "manifests" and not server else []
     findings = list(dict.fromkeys(findings))
     _show(findings, as_json=as_json)
-    note(_unchecked(manifests))
+    note(_unchecked(manifests, schemas))
     if findings:
         sys.exit(exit_status.of_findings(findings))
     if not as_json:
         say(f"{count} file{'s' if count > 1 else ''}: fine")
 
 
-def _unchecked(files: Sequence[Path]) -> tuple[str, ...]:
+def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
     """Return a line that names the kinds whose fields are not checked, or no line."""
     from toolkit.checks import unchecked_kinds
 
-    kinds = sorted({kind for file in files for kind in unchecked_kinds(file)})
-    what = f"the fields of {', '.join(kinds)} are not checked; --server asks the cluster"
+    kinds = sorted({kind for file in files for kind in unchecked_kinds(file, schemas=schemas)})
+    what = f"the fields of {', '.join(kinds)} are not checked; --schemas DIR or --server knows them"
     return (f"{what}; names, labels and pod templates are",) if kinds else ()
 
 

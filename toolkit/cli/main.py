@@ -33,7 +33,7 @@ _MODULES = {
     **dict.fromkeys(("list", "status", "top", "cancel", "wait", "logs", "stacks"), "runs"),
     **dict.fromkeys(("goodput", "report", "forward", "show"), "runs"),
     **dict.fromkeys(("schema", "supervisor"), "files"),
-    **dict.fromkeys(("completion",), "shell"),
+    **dict.fromkeys(("completion", "man"), "shell"),
 }
 """The commands in the order of `--help`, and the modules of this package that define them."""
 

@@ -14,7 +14,7 @@ from toolkit.cli import exit_status, output
 from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
 from toolkit.errors import LauncherError
 
-_TRACKERS = ("tensorboard", "wandb", "mlflow")
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
 
@@ -299,7 +299,7 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     "tracker",
     type=click.Choice(_TRACKERS),
     required=True,
-    help="The tracker.",
+    help="The tracker; prometheus: a file for the node exporter's textfile collector.",
 )
 @click.option(
     "--output",
@@ -307,8 +307,8 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     "target",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="The folder that is written: by default ./tensorboard, of wandb this one. mlflow has "
-    "settings of its own.",
+    help="What is written: tensorboard's folder (./tensorboard), wandb's (.), or prometheus' file "
+    "(toolkit.prom). mlflow and trackio have settings of their own.",
 )
 @click.option("--once", is_flag=True, help="Pass on what there is; do not wait for the end.")
 def forward(

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,9 @@ from toolkit.lint.manifests.rules import (
     volumes,
 )
 from toolkit.lint.manifests.rules import rendezvous as manifest_rendezvous
+from toolkit.lint.manifests.rules.schema import CRD_RULE, Schemas, schema_violations
 from toolkit.lint.manifests.wrapped import unwrapped
-from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, allowed_rules
+from toolkit.lint.rulebook import MANIFESTS, SCRIPTS, TRAINING, Rule, Violation, allowed_rules
 from toolkit.lint.scripts.rules import directives, exit_status, rendezvous, signals, tasks
 from toolkit.lint.scripts.script import BatchScript, Site, read_batch_script
 from toolkit.lint.scripts.submitted import submitted_scripts
@@ -45,7 +46,8 @@ from toolkit.lint.training.rules import (
 )
 from toolkit.lint.training.script import read_training_script
 from toolkit.text.control import printable
-from toolkit.text.manifests import read_manifests
+from toolkit.text.manifests import Stream, View, read_manifests
+from toolkit.text.yaml_reader import KeyPath
 
 SCRIPT_RULES = (
     *SCRIPTS.order((directives, rendezvous, exit_status, tasks, signals)),
@@ -65,6 +67,7 @@ MANIFEST_RULES = (
             *(resources, processes, training),
         )
     ),
+    CRD_RULE,
     MANIFEST_TEMPLATE,
 )
 """The rules for manifests."""
@@ -181,12 +184,15 @@ def check_training_script(text: str, source: str) -> list[Problem]:
     return in_order(problems)
 
 
-def check_manifests(text: str, source: str, *, pod_security: str | None = None) -> list[Problem]:
+def check_manifests(
+    text: str, source: str, *, pod_security: str | None = None, schemas: Schemas | None = None
+) -> list[Problem]:
     """Return the problems of a stream of manifests, by line; each one once.
 
     A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
 
-    The Pod Security level is that of the namespace, where it is known.
+    The Pod Security level is that of the namespace, where it is known; the schemas are those of
+    the cluster's own kinds.
 
     Raises:
         InputError: it cannot be read, or a document is not an object.
@@ -204,11 +210,24 @@ def check_manifests(text: str, source: str, *, pod_security: str | None = None) 
         place = views[0].manifest.place(views[0].path)
         return not_allowed([_problem(MANIFEST_TEMPLATE, place, what)], text)
     problems = []
-    for rule, violation in MANIFESTS.violations(stream):
+    for rule, violation in manifest_violations(stream, schemas):
         place = violation.at.manifest.place(violation.at.path)
         message = f"{violation.what}; {violation.fix or rule.fix}"
         problems.append(Problem(place=place, message=message, rule=rule.id))
     return in_order(not_allowed(problems, text))
+
+
+def manifest_violations(
+    stream: Stream, schemas: Schemas | None = None
+) -> Iterator[tuple[Rule, Violation[View]]]:
+    """Yield what all rules find; what a schema has against a place of a rule is left out."""
+    reported: set[tuple[int, KeyPath]] = set()
+    for rule, violation in MANIFESTS.violations(stream):
+        reported.add((violation.at.manifest.index, violation.at.path))
+        yield rule, violation
+    for violation in schema_violations(stream, schemas) if schemas else ():
+        if (violation.at.manifest.index, violation.at.path) not in reported:
+            yield CRD_RULE, violation
 
 
 def not_allowed(problems: Iterable[Problem], text: str) -> list[Problem]:

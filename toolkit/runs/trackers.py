@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -262,6 +263,112 @@ class MlflowRun(_AppendingTracker):
             self._client.set_terminated(self._id)
 
 
+class TrackioRun(_AppendingTracker):
+    """A run of trackio, in its own folder of this machine (TRACKIO_DIR)."""
+
+    def __init__(self, run: "Run") -> None:
+        """Open the run in the project of the job's name, or go on with it."""
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        project = run.record.job
+        newest = SQLiteStorage.get_max_step_for_run(project, run.name)
+        super().__init__(sent=-1 if newest is None else int(newest))
+        self.place = f"project {project}"
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run = trackio.init(
+                project=project,
+                name=run.name,
+                group=_sweep_of(run),
+                config=_settings_of(run),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def send(self, row: _Row) -> None:
+        """Pass on one row."""
+        self._run.log(row.figures, step=row.step)
+
+    def flush(self) -> None:
+        """Do nothing: a thread of trackio writes."""
+
+    def close(self, *, ended: bool) -> None:
+        """Wait until trackio has everything."""
+        super().close(ended=ended)
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+class PrometheusFile:
+    """A file for the textfile collector of Prometheus' node exporter, with the newest figures."""
+
+    HEAD = b"# HELP toolkit_run_"
+
+    def __init__(self, path: Path) -> None:
+        """Check that the file may be replaced.
+
+        Raises:
+            InputError: it is there and was not made here.
+        """
+        from prometheus_client import CollectorRegistry, Gauge
+
+        with contextlib.suppress(FileNotFoundError):
+            content = untrusted.read_bytes(path)
+            if content and not content.startswith(self.HEAD):
+                message = "is there and was not made here; name another file with --output"
+                raise InputError(message, place=str(path))
+        self.path = path
+        self.registry = CollectorRegistry()
+        self.figure = Gauge(
+            "toolkit_run_figure", "Newest figure", ["run", "name"], registry=self.registry
+        )
+        self.step = Gauge("toolkit_run_step", "Newest step", ["run"], registry=self.registry)
+        self.when = Gauge(
+            "toolkit_run_time_seconds", "Time of the newest step", ["run"], registry=self.registry
+        )
+
+    def write(self) -> None:
+        """Write the file anew, whole.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        from prometheus_client import write_to_textfile
+
+        try:
+            write_to_textfile(str(self.path), self.registry)
+        except OSError as error:
+            message = f"cannot be written: {error.strerror}"
+            raise InputError(message, place=str(self.path)) from error
+
+
+class PrometheusRun(Tracker):
+    """The newest figures of one run, in a file that it shares with other runs."""
+
+    def __init__(self, run: "Run", file: PrometheusFile) -> None:
+        self._name, self._file, self.place = run.name, file, str(file.path)
+
+    def begin(self, step: int) -> None:
+        """Do nothing: the newest step counts, also if it is made again."""
+
+    def add(self, step: int, when: float, figures: Mapping[str, float]) -> None:
+        """Note the figures of a step."""
+        self._file.step.labels(self._name).set(step)
+        self._file.when.labels(self._name).set(when)
+        for name, value in figures.items():
+            self._file.figure.labels(self._name, name).set(value)
+
+    def flush(self) -> None:
+        """Write the file."""
+        self._file.write()
+
+    def close(self, *, ended: bool) -> None:
+        """Write the file; a run that has ended stays in it."""
+        self._file.write()
+
+
 def _sweep_of(run: "Run") -> str | None:
     sweep, slash, _ = run.name.rpartition("/")
     return sweep if slash else None
@@ -285,6 +392,15 @@ def _mlflow(output: Path) -> "Callable[[Run], Tracker]":
     return MlflowRun
 
 
+def _trackio(output: Path) -> "Callable[[Run], Tracker]":
+    return TrackioRun
+
+
+def _prometheus(output: Path) -> "Callable[[Run], Tracker]":
+    file = PrometheusFile(output)
+    return lambda run: PrometheusRun(run, file)
+
+
 class _Kind(NamedTuple):
     """A kind of tracker."""
 
@@ -300,6 +416,8 @@ _KINDS = {
     "tensorboard": _Kind(_tensorboard, "tensorboard", "tensorboardX"),
     "wandb": _Kind(_wandb, ".", "wandb"),
     "mlflow": _Kind(_mlflow, "", "mlflow"),
+    "trackio": _Kind(_trackio, "", "trackio"),
+    "prometheus": _Kind(_prometheus, "toolkit.prom", "prometheus_client"),
 }
 
 TRACKERS: Sequence[str] = tuple(_KINDS)

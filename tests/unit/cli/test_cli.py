@@ -41,6 +41,7 @@ COMMANDS = [
     "schema",
     "supervisor",
     "completion",
+    "man",
 ]
 
 Result = subprocess.CompletedProcess[str]

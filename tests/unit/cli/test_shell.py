@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
+import toolkit
 from tests.conftest import ROOT, TOOLKIT
 from toolkit.cli import cli
 from toolkit.cli.main import _profiles
@@ -75,3 +76,14 @@ def test_every_shell_gets_a_script_that_it_can_read(shell: str) -> None:
     assert "_TOOLKIT_COMPLETE" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_the_manual_page_describes_every_command_and_formats_without_a_warning() -> None:
+    page = subprocess.run([TOOLKIT, "man"], capture_output=True, text=True, check=True).stdout
+    assert page.startswith(f'.TH TOOLKIT 1 "" "torch-deploy-toolkit {toolkit.__version__}"\n')
+    described = [line.split()[2] for line in page.splitlines() if line.startswith(".SS toolkit ")]
+    assert described == cli.list_commands(click.Context(cli))
+    if shutil.which("groff"):
+        argv = ["groff", "-man", "-Tutf8", "-ww", "-z"]
+        done = subprocess.run(argv, input=page, capture_output=True, text=True, check=True)
+        assert done.stderr == ""

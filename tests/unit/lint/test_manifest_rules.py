@@ -4,12 +4,15 @@ A fault is planted in a line that ends with `#! RULE`; tests/data/manifests hold
 people write them.
 """
 
+import collections
 import contextlib
 import copy
 import functools
 import json
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,16 @@ from kubernetes import client
 import toolkit
 from tests.conftest import ROOT
 from tests.support import packaged_schemas
-from toolkit.checks import Finding, check
+from toolkit.checks import Finding, check, unchecked_kinds
 from toolkit.cli import cli
 from toolkit.errors import InputError
 from toolkit.lint.check import CLUSTER_RULES, MANIFEST_RULES, check_manifests
+from toolkit.lint.manifests.rules.schema import Schemas, read_schemas
 from toolkit.text.manifests import is_manifest, read_manifests
 
 FOLDER = ROOT / "tests/data/manifests"
-FILES = sorted(FOLDER.glob("*.yaml"))
+SCHEMAS = FOLDER / "schemas"
+FILES = [*sorted(FOLDER.glob("*.yaml")), SCHEMAS / "bakes.yaml"]
 OURS = [*sorted((ROOT / "k8s").rglob("*.yaml"))]
 
 
@@ -51,7 +56,8 @@ def found(text: str, **more: Any) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_planted_faults_are_found_once_and_nothing_else(path: Path) -> None:
     text = path.read_text()
-    assert sorted(found(text)) == planted(text)
+    schemas = read_crds() if path.parent == SCHEMAS else None
+    assert sorted(found(text, schemas=schemas)) == planted(text)
 
 
 def test_every_rule_is_planted() -> None:
@@ -126,6 +132,16 @@ def test_what_is_no_manifest_is_said_with_its_line(text: str, message: str) -> N
     assert str(caught.value).startswith(message)
 
 
+def test_a_folder_without_schemas_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        read_schemas(tmp_path / "none")
+    with pytest.raises(InputError, match="holds no CustomResourceDefinition"):
+        read_schemas(tmp_path)
+    (tmp_path / "crd.yaml").write_text("a: [")
+    with pytest.raises(InputError, match=r"crd\.yaml: not YAML"):
+        read_schemas(tmp_path)
+
+
 BASES = [
     one
     for path in sorted(FOLDER.glob("*.yaml"))
@@ -163,7 +179,12 @@ def test_nothing_that_may_stand_anywhere_brings_a_rule_down(
     inner = functools.reduce(lambda value, key: value[key], path, document)
     inner[last] = junk
     with contextlib.suppress(InputError):
-        check_manifests(json.dumps(document), "m.json")
+        check_manifests(json.dumps(document), "m.json", schemas=read_crds())
+
+
+@functools.cache
+def read_crds() -> Schemas:
+    return read_schemas(SCHEMAS)
 
 
 # ---- What job files become
@@ -279,6 +300,28 @@ def test_what_a_patch_breaks_is_told_by_the_patches_key(tmp_path: Path) -> None:
     assert one.rule == "field-word"
 
 
+def test_what_a_job_becomes_is_held_to_schemas_too(tmp_path: Path) -> None:
+    free = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    names = ("nprocPerNode", "elasticPolicy", "pytorchReplicaSpecs")
+    known = {name: {"type": "string"} if name == "nprocPerNode" else free for name in names}
+    spec = {"type": "object", "properties": known}
+    schema = {"openAPIV3Schema": {"type": "object", "properties": {"spec": spec}}}
+    crd = {
+        "kind": "CustomResourceDefinition",
+        "spec": {
+            "group": "kubeflow.org",
+            "names": {"kind": "PyTorchJob"},
+            "versions": [{"name": "v1", "schema": schema}],
+        },
+    }
+    (tmp_path / "crd.json").write_text(json.dumps(crd))
+    (one,) = of_job(tmp_path, "", "", schemas=tmp_path)
+    assert (one.rule, one.message.partition(";")[0]) == (
+        "crd-schema",
+        "spec.runPolicy: the schema has no such field",
+    )
+
+
 # ---- The cluster
 
 
@@ -318,10 +361,47 @@ def test_what_the_file_itself_makes_is_not_missed(tmp_path: Path) -> None:
         assert check(path, server=True, api_client=server.api_client()) == []
 
 
+class Definitions(BaseHTTPRequestHandler):
+    """A server with one definition, which accepts every object."""
+
+    allowed = True
+
+    def do_GET(self) -> None:
+        place = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/bakes.example.com"
+        there = self.path == place
+        found = yaml.safe_load((SCHEMAS / "bakes.crd.yaml").read_text())["items"][0]
+        status = 403 if not self.allowed else 200 if there else 404
+        self.answer(status, found if status == 200 else {"kind": "Status", "message": "no"})
+
+    def do_PATCH(self) -> None:
+        size = int(self.headers["Content-Length"])
+        self.answer(200, json.loads(self.rfile.read(size)))
+
+    def answer(self, status: int, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_definitions_are_read_from_the_cluster_where_it_lets_us() -> None:
+    path = SCHEMAS / "bakes.yaml"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Definitions) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        api = client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{server.server_port}"))
+        asked = check(path, server=True, api_client=api)
+        assert asked == check(path, schemas=SCHEMAS) != []
+        Definitions.allowed = False
+        assert check(path, server=True, api_client=api) == []
+        server.shutdown()
+
+
 # ---- The command
-
-
-BAKE = "apiVersion: example.com/v1\nkind: Bake\nmetadata: {name: a}\nspec: {nonsense: 1}\n"
 
 
 def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
@@ -330,8 +410,11 @@ def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
         return done.exit_code, done.stdout or done.stderr
 
     path = tmp_path / "m.yaml"
-    path.write_text(BAKE)
+    path.write_text((SCHEMAS / "bakes.yaml").read_text())
     assert run(str(path)) == (0, f"{path}: fine\n")
+    status, output = run(str(path), "--schemas", str(SCHEMAS), "--json")
+    rules = collections.Counter(one["rule"] for one in json.loads(output))
+    assert (status, rules) == (1, {"crd-schema": len(planted(path.read_text()))})
     assert run(str(path), "--set", "a=b")[0] == 2
     path.write_text("apiVersion: v1\nkind: Service\nmetadata: {name: 1st}\nspec: {}\n")
     status, output = run(str(path))
@@ -344,12 +427,16 @@ def test_the_command_tells_by_lines_objects_and_status(tmp_path: Path) -> None:
 
 def test_the_kinds_that_are_not_checked_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    path.write_text(BAKE)
+    odd = "apiVersion: example.com/v1\nkind: Oddity\nmetadata: {name: a}\nspec: {nonsense: 1}\n"
+    path.write_text(odd)
     done = CliRunner().invoke(cli, ["check", str(path)])
     assert (done.exit_code, done.stdout) == (0, f"{path}: fine\n")
-    assert "the fields of Bake (example.com) are not checked; --server" in done.stderr
+    assert "the fields of Oddity (example.com) are not checked; --schemas" in done.stderr
     done = CliRunner().invoke(cli, ["check", str(path), str(path), "--json"])
-    assert (json.loads(done.stdout), "Bake" in done.stderr) == ([], True)
+    assert (json.loads(done.stdout), "Oddity" in done.stderr) == ([], True)
+    assert "Bake (example.com)" in unchecked_kinds(SCHEMAS / "bakes.yaml")
+    there = unchecked_kinds(SCHEMAS / "bakes.yaml", schemas=SCHEMAS)
+    assert there == ["Bake (unknown.example.com)"]
 
 
 @pytest.mark.parametrize(

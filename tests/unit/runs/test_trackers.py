@@ -14,9 +14,11 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT
-from tests.unit.runs.test_forward import ended, restarted
+from tests.support.told_run import run_at
+from tests.unit.runs.test_forward import ended, record, restarted
 from toolkit.cli import runs as commands
 from toolkit.runs.forward import forward
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.trackers import TRACKERS, _AppendingTracker, _Row
 
 PACKAGES = ROOT / ".cache/trackers"
@@ -71,7 +73,7 @@ def test_the_command_names_all_trackers() -> None:
     assert commands._TRACKERS == TRACKERS
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
 def test_a_library_that_is_missing_is_named(tracker: str, tmp_path: Path) -> None:
     message = rf"--to {tracker}: needs {tracker}: pip install 'torch-deploy-toolkit\[{tracker}\]'"
     with pytest.raises(toolkit.InputError, match=message):
@@ -81,6 +83,28 @@ def test_a_library_that_is_missing_is_named(tracker: str, tmp_path: Path) -> Non
 def test_who_has_settings_of_its_own_takes_no_output(tmp_path: Path) -> None:
     with pytest.raises(toolkit.InputError, match="--output: mlflow has settings of its own"):
         forward([ended(tmp_path / "run")], "mlflow", tmp_path)
+
+
+def test_prometheus_gets_the_newest_figures_of_all_runs(tmp_path: Path) -> None:
+    runs = [restarted(tmp_path / "run"), run_at(tmp_path / "other", name="other")]
+    runs[1].told = RunStatus(state=RunState.RUNNING)
+    (tmp_path / "other").mkdir()
+    record(tmp_path / "other", 7, loss=7.0)
+    target = tmp_path / "runs.prom"
+    for _ in range(2):
+        forward(runs, "prometheus", target, follow=False)
+        lines = target.read_text().splitlines()
+        assert 'toolkit_run_figure{name="loss",run="digits"} 0.075' in lines
+        assert 'toolkit_run_figure{name="loss",run="other"} 1.0' in lines
+        assert 'toolkit_run_step{run="digits"} 40.0' in lines
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "thesis.txt"
+    target.write_text("of years\n")
+    with pytest.raises(toolkit.InputError, match=r"thesis\.txt: is there and was not made here"):
+        forward([ended(tmp_path / "run")], "prometheus", target)
+    assert target.read_text() == "of years\n"
 
 
 FORWARD = """
@@ -115,6 +139,7 @@ def passed_on(tracker: str, folder: Path, output: str = "") -> None:
         "PYTHONPATH": f"{PACKAGES}:{ROOT}",
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "TRACKIO_DIR": str(folder / "trackio"),
     }
     # The first one sees step 20 of the first start, and 19 of the second one.
     for lines, state in ((29, "RUNNING"), (None, "SUCCEEDED"), (None, "SUCCEEDED")):
@@ -123,7 +148,7 @@ def passed_on(tracker: str, folder: Path, output: str = "") -> None:
         argv = [sys.executable, "-c", FORWARD, tracker, str(run_dir), state, output]
         done = subprocess.run(argv, env=environ, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout == ""
+        assert done.stdout == "" or tracker == "trackio"  # it prints a line when Python ends
 
 
 STEPS = list(range(1, 41))
@@ -140,6 +165,16 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path: Path) -> None:
     assert len({run for run, _, _ in rows}) == 1
     assert [step for _, step, _ in rows] == STEPS
     assert states == [("FINISHED",)]
+
+
+@pytest.mark.slow
+def test_trackio_has_one_run_with_each_step_once(tmp_path: Path) -> None:
+    passed_on("trackio", tmp_path)
+    with sqlite3.connect(tmp_path / "trackio/digits.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step")
+        found = [(run, step, json.loads(metrics)["loss"]) for run, step, metrics in rows]
+    assert [(run, step) for run, step, _ in found] == [("digits", step) for step in STEPS]
+    assert found[0][2] == 1.0
 
 
 def history(path: Path) -> Iterator[dict[str, float]]:

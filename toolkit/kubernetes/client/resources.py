@@ -1,7 +1,7 @@
 """The few requests that a run sends to its cluster, with answers as plain data."""
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from toolkit.errors import LauncherError
@@ -9,18 +9,20 @@ from toolkit.kubernetes.client.connection import (
     TIMEOUT_S,
     Conflict,
     Connection,
+    Denied,
     Missing,
     NotServed,
 )
 from toolkit.kubernetes.pods import index_of
 from toolkit.kubernetes.workloads import JOBSET_LABEL, KINDS, ApiResource, Object, WorkloadKind
 from toolkit.planning.pods import MANAGER, WORKLOAD_LABEL
+from toolkit.profile import KubernetesProfile
 from toolkit.text import untrusted
 
 PODS = ApiResource(api_version="v1", kind="Pod")
 EVENTS = ApiResource(api_version="v1", kind="Event")
 NODES = ApiResource(api_version="v1", kind="Node")
-
+_DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
 """Kueue 0.15 and newer; older ones know the second alone."""
@@ -211,6 +213,29 @@ def pod_selector_of(kind: WorkloadKind, selector: str) -> str:
     """
     others = ",".join(sorted(KINDS.keys() - {kind.kind}))
     return f"{selector},{WORKLOAD_LABEL} notin ({others})"
+
+
+def definitions(
+    documents: Iterable[Object], profile: KubernetesProfile, *, api_client: Any = None
+) -> list[Object]:
+    """Return the CustomResourceDefinitions of the kinds of objects, as far as the cluster shows.
+
+    A kind that is Kubernetes' own has none; reading them may be denied.
+
+    Raises:
+        SchedulerMissing: no cluster, or none that answers.
+    """
+    connection = Connection(profile, api_client=api_client)
+    kinds = {(str(d["apiVersion"]).rpartition("/")[0], str(d["kind"])) for d in documents}
+    objects: list[Object] = []
+    for group, kind in sorted(kinds):
+        # Groups of Kubernetes' own are a word, or NAME.k8s.io.
+        if "." in group and (not group.endswith(".k8s.io") or group.endswith(".x-k8s.io")):
+            plural = ApiResource(api_version=group, kind=kind).plural
+            path = _DEFINITIONS.path("", f"{plural}.{group}")
+            with contextlib.suppress(Missing, NotServed, Denied):
+                objects.append(connection.ask("GET", path))
+    return objects
 
 
 # ---- The fields that are read from answers of the API server, and their required types

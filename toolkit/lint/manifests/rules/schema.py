@@ -2,20 +2,34 @@
 
 The schemas of Kubernetes and of the operators are data, in `schemas.json` (Kubernetes 1.37,
 Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12, scheduler-plugins 0.31), which is
-read when the first manifest is checked. What a cluster has of its own is for its server.
+read when the first manifest is checked. A cluster's own kinds are held to the schemas of their
+CustomResourceDefinitions. Only OpenAPI parts of a schema are checked; its rules in CEL
+(x-kubernetes-validations) are for the server.
 """
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import nearest
-from toolkit.lint.rulebook import MANIFESTS, Violation
+import yaml
+
+from toolkit.errors import InputError, nearest
+from toolkit.lint.rulebook import MANIFESTS, Rule, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import amount
+from toolkit.text.yaml_reader import documents_of, read_text
+
+CRD_RULE = Rule(
+    id="crd-schema",
+    finds="with `--schemas` or `--server`: what the schema of a kind (CustomResourceDefinition) "
+    "does not allow",
+    reason="The server refuses it, or drops the field without a word.",
+    fix="write what the schema of the cluster's version has",
+)
 
 _Schema = Mapping[str, Any]
 _PACKAGED = Path(__file__).parents[1] / "schemas.json"
@@ -28,6 +42,15 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "object": ((Mapping,), "a mapping"),
     "string": ((str,), "a string"),
 }
+_SIZES = (
+    (str, "characters", "minLength", "maxLength"),
+    (tuple, "items", "minItems", "maxItems"),
+    (Mapping, "keys", "minProperties", "maxProperties"),
+)
+_BITS = {"int32": 31, "int64": 63}
+_FILLED = re.compile(r"failurePolicy\.rules\[\d+\]\.name")
+"""Fields that a schema requires and an operator's webhook fills in before (JobSet's)."""
+
 _SHOWN = 60
 
 
@@ -54,16 +77,73 @@ def shown(value: Any) -> str:
 # ---- Schemas
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schemas:
+    """The schemas of some kinds."""
+
+    served: Mapping[tuple[str, str, str], _Schema]
+    """API group, version and kind: the schema of the whole object."""
+
+    definitions: Mapping[str, _Schema]
+    """What the schemas refer to, by name; empty for CustomResourceDefinitions."""
+
+    def versions(self, group: str, kind: str) -> list[str]:
+        """Return the versions in which a kind is served."""
+        return [v for g, v, k in self.served if (g, k) == (group, kind)]
+
+
 @functools.cache
-def _packaged() -> tuple[Mapping[tuple[str, str], str], Mapping[str, _Schema]]:
-    """Return the version that is served of each API group and kind, and the schemas by name."""
+def _packaged() -> Schemas:
     data = json.loads(_PACKAGED.read_text(encoding="utf-8"))
-    served, schemas = {}, data["$defs"]
+    served = {}
     for name, definition in data["kinds"].items():
         group, version, kind = name.split("/")
-        served[group, kind] = version
-        schemas[f"{group}/{kind}"] = schemas[definition]
-    return served, schemas
+        served[group, version, kind] = data["$defs"][definition]
+    return Schemas(served=served, definitions=data["$defs"])
+
+
+def read_schemas(folder: Path) -> Schemas:
+    """Read every CustomResourceDefinition below a folder, as `kubectl get crd -o yaml` prints it.
+
+    Raises:
+        InputError: it holds none, or a file of it is no YAML.
+    """
+    if not folder.is_dir():
+        raise InputError("there is no such folder", place=str(folder))
+    objects: list[Any] = []
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".yaml", ".yml", ".json")):
+        try:
+            text = read_text(path)
+            is_json = path.suffix == ".json"
+            objects += [json.loads(text)] if is_json else documents_of(text)
+        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            words = " ".join(str(error).split())
+            raise InputError(f"not YAML: {words}", place=str(path)) from error
+    schemas = schemas_of(objects)
+    if not schemas.served:
+        what = "holds no CustomResourceDefinition; write them there: kubectl get crd -o yaml"
+        raise InputError(what, place=str(folder))
+    return schemas
+
+
+def schemas_of(objects: Iterable[Any]) -> Schemas:
+    """Return the schemas among objects: CustomResourceDefinitions, and lists of them."""
+    served: dict[tuple[str, str, str], _Schema] = {}
+    waiting = [*objects][::-1]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping):
+            continue
+        if isinstance(one.get("items"), list):
+            waiting += reversed(one["items"])
+        spec = one.get("spec")
+        if one.get("kind") != "CustomResourceDefinition" or not isinstance(spec, Mapping):
+            continue
+        for version in spec.get("versions", ()):
+            schema = version.get("schema", {}).get("openAPIV3Schema")
+            if schema and version.get("served", True):
+                served[spec["group"], version["name"], spec["names"]["kind"]] = schema
+    return Schemas(served=served, definitions={})
 
 
 # ---- Values held to a schema
@@ -80,55 +160,103 @@ class _Mismatch(Violation[View]):
 _Mismatches = Iterator[_Mismatch]
 
 
-def _mismatches_of(view: View, schema: _Schema, author: str) -> _Mismatches:
-    """Yield where a value is not what a schema allows; messages name the kind and its API."""
-    value = view.value
-    if value is None:
-        return  # null is the lack of a value, which a server drops
-    if reference := schema.get("$ref"):
-        schema = _packaged()[1][reference.rpartition("/")[2]]
-    if expected := _expected(value, schema):
-        quotable = schema.get("type") == "string" and not isinstance(value, (Mapping, tuple))
-        way_out = 'write it in "quotes"' if quotable and "enum" not in schema else None
-        yield _wrong_type(view, expected, way_out)
-    elif schema.get("format") == "quantity" and amount(value) is None:
-        what = f"{view.where}: {shown(value)} is no quantity"
-        yield _Mismatch(view, what, "quantity-malformed")
-    elif "enum" in schema and value not in schema["enum"]:
-        words = [str(word) for word in schema["enum"]]
-        choice = f"write one of {', '.join(filter(None, words))}"
-        meant = nearest(str(value), words)
-        way_out = f"did you mean {meant!r}? {choice}" if meant else choice
-        what = f"{view.where}: {shown(value)} means nothing"
-        yield _Mismatch(view, what, "field-word", fix=way_out)
-    elif isinstance(value, Mapping):
-        yield from _mismatches_of_fields(view, schema, author)
-    elif isinstance(value, tuple):
+class _Checker:
+    def __init__(self, schemas: Schemas, author: str) -> None:
+        self.definitions = schemas.definitions
+        self.author = author
+        """The kind and its API, as messages name them: `Job of Kubernetes 1.37`."""
+
+    def value(self, view: View, schema: _Schema) -> _Mismatches:
+        value = view.value
+        if value is None:
+            return  # null is the lack of a value, which a server drops
+        if reference := schema.get("$ref"):
+            schema = self.definitions[reference.rpartition("/")[2]]
+        if expected := _expected(value, schema):
+            quotable = schema.get("type") == "string" and not isinstance(value, (Mapping, tuple))
+            way_out = 'write it in "quotes"' if quotable and "enum" not in schema else None
+            yield _wrong_type(view, expected, way_out)
+            return
+        yield from _scalar(view, schema)
+        if isinstance(value, Mapping):
+            yield from self.fields(view, schema)
+        elif isinstance(value, tuple):
+            yield from self.items(view, schema)
+        for kind, unit, low, high in _SIZES:
+            if isinstance(value, kind) and not len(value) >= schema.get(low, 0):
+                what = f"{view.where} has {len(value)} {unit}; it must have {schema[low]}"
+                yield _Mismatch(view, what)
+            if isinstance(value, kind) and high in schema and len(value) > schema[high]:
+                what = f"{view.where} has {len(value)} {unit}; it may have {schema[high]}"
+                yield _Mismatch(view, what)
+        if not schema.get("x-kubernetes-int-or-string"):  # whose anyOf is the same condition
+            yield from self.combined(view, schema)
+
+    def fields(self, view: View, schema: _Schema, *, own: Sequence[str] = ()) -> _Mismatches:
+        """Yield the mismatches of a mapping; the server itself knows the fields `own`."""
+        fields: Mapping[str, _Schema] = schema.get("properties", {})
+        others = schema.get("additionalProperties")
+        free = schema.get("x-kubernetes-preserve-unknown-fields") or others is True
+        if schema.get("x-kubernetes-embedded-resource"):
+            own = _OWN
+        for key, entry in view.entries():
+            if key in own:
+                continue
+            if key in fields:
+                yield from self.value(entry, fields[key])
+            elif isinstance(others, Mapping):
+                yield from self.value(entry, others)
+            elif not free and (fields or schema.get("type") == "object") and others is None:
+                lower = {name.lower(): name for name in fields}
+                meant = nearest(key.lower(), lower, cutoff=0.75)
+                what = f"{entry.where}: {self.author} has no such field"
+                way_out = f"did you mean {lower[meant]!r}?" if meant else None
+                yield _Mismatch(entry, what, "field-unknown", fix=way_out)
+        for key in schema.get("required", ()):
+            lack = view.at(key)
+            filled = "default" in fields.get(key, {}) or _FILLED.search(lack.where)
+            if lack.value is None and not filled:
+                yield _Mismatch(lack, f"{lack.where} is missing", "field-missing")
+
+    def items(self, view: View, schema: _Schema) -> _Mismatches:
         items = schema.get("items", {})
         for item in view.items():
-            if item.value is None and items:
+            if item.value is None and items and not items.get("nullable"):
                 yield _wrong_type(item, "no item of a list")
-            yield from _mismatches_of(item, items, author)
+            yield from self.value(item, items)
+        kind = schema.get("x-kubernetes-list-type")
+        names = schema.get("x-kubernetes-list-map-keys", ())
+        defaults = items.get("properties", {})
+        seen = set()
+        for item in view.items() if kind in ("map", "set") else ():
+            entries = [(item.at(name).value, defaults.get(name, {})) for name in names]
+            values = [other.get("default") if one is None else one for one, other in entries]
+            key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
+            if key in seen:
+                yield _Mismatch(item, f"{item.where} stands twice in the list: {', '.join(key)}")
+            seen.add(key)
+
+    def combined(self, view: View, schema: _Schema) -> _Mismatches:
+        """Yield violations of anyOf, oneOf, allOf and not, whose parts mean little alone."""
+
+        def part(schema: _Schema) -> _Mismatches:  # a part does not list all fields
+            return self.value(view, {"x-kubernetes-preserve-unknown-fields": True, **schema})
+
+        where, value = view.where, shown(view.value)
+        for one in schema.get("allOf", ()):
+            yield from part(one)
+        fits = [not any(part(one)) for one in schema.get("anyOf", ())]
+        if fits and not any(fits):
+            yield _Mismatch(view, f"{where}: {value} is none of what the schema allows there")
+        fits = [not any(part(one)) for one in schema.get("oneOf", ())]
+        if fits and sum(fits) != 1:
+            what = f"{where}: the schema allows one of {len(fits)} forms; {sum(fits)} fit"
+            yield _Mismatch(view, what)
+        if "not" in schema and not any(part(schema["not"])):
+            yield _Mismatch(view, f"{where}: {value} is what the schema forbids")
 
 
-def _mismatches_of_fields(view: View, schema: _Schema, author: str) -> _Mismatches:
-    fields: Mapping[str, _Schema] = schema.get("properties", {})
-    others = schema.get("additionalProperties")
-    for key, entry in view.entries():
-        if key in fields:
-            yield from _mismatches_of(entry, fields[key], author)
-        elif isinstance(others, Mapping):
-            yield from _mismatches_of(entry, others, author)
-        elif others is None and (fields or schema.get("type") == "object"):
-            lower = {name.lower(): name for name in fields}
-            meant = nearest(key.lower(), lower, cutoff=0.75)
-            what = f"{entry.where}: {author} has no such field"
-            way_out = f"did you mean {lower[meant]!r}?" if meant else None
-            yield _Mismatch(entry, what, "field-unknown", fix=way_out)
-    for key in schema.get("required", ()):
-        lack = view.at(key)
-        if lack.value is None:
-            yield _Mismatch(lack, f"{lack.where} is missing", "field-missing")
+_OWN = ("apiVersion", "kind", "metadata", "status")
 
 
 def _expected(value: Any, schema: _Schema) -> str | None:
@@ -155,20 +283,61 @@ def _wrong_type(view: View, expected: str, way_out: str | None = None) -> _Misma
     return _Mismatch(view, what, "field-type", fix=way_out)
 
 
+def _scalar(view: View, schema: _Schema) -> _Mismatches:
+    """Yield violations of the limits of a single value."""
+    value, where = view.value, view.where
+    if schema.get("format") == "quantity" and amount(value) is None:
+        yield _Mismatch(view, f"{where}: {shown(value)} is no quantity", "quantity-malformed")
+    if "enum" in schema and value not in schema["enum"]:
+        words = [str(word) for word in schema["enum"]]
+        choice = f"write one of {', '.join(filter(None, words))}"
+        meant = nearest(str(value), words)
+        way_out = f"did you mean {meant!r}? {choice}" if meant else choice
+        yield _Mismatch(view, f"{where}: {shown(value)} means nothing", "field-word", fix=way_out)
+    if isinstance(value, str) and (pattern := schema.get("pattern")):
+        try:
+            matches = re.search(pattern, value) is not None
+        except re.error:
+            matches = True  # Go's syntax, which Python does not know
+        if not matches:
+            yield _Mismatch(view, f"{where}: {shown(value)} is not like {pattern}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        bits = _BITS.get(schema.get("format", ""))
+        most = schema.get("maximum", 2**bits - 1 if bits else None)
+        if bits and value < -(2**bits):
+            yield _Mismatch(view, f"{where}: {value} is less than {-(2**bits)}")
+        if most is not None and value > most:
+            yield _Mismatch(view, f"{where}: {value} is more than {most}")
+
+
+def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[View]]:
+    """Yield where the objects of a stream are not what their own kinds' schemas allow."""
+    checker = _Checker(schemas, "the schema")
+    for manifest in stream.manifests:
+        written = manifest.view.at("apiVersion")
+        version = written.text().rpartition("/")[2]
+        versions = schemas.versions(manifest.group, manifest.kind)
+        if versions and version not in versions:
+            what = f"{manifest.kind} is served as {', '.join(versions)}"
+            yield Violation(written, what, fix=f"write apiVersion: {manifest.group}/{versions[-1]}")
+        elif versions:
+            schema = schemas.served[manifest.group, version, manifest.kind]
+            yield from checker.fields(manifest.view, schema, own=_OWN)
+
+
 # ---- The rules
 
 
 @functools.lru_cache(maxsize=1)
 def _mismatches(stream: Stream) -> tuple[_Mismatch, ...]:
     """Return where the objects of a stream are not what the API holds."""
-    _, schemas = _packaged()
+    packaged = _packaged()
+    served = {(group, kind): schema for (group, _, kind), schema in packaged.served.items()}
     return tuple(
         mismatch
         for manifest in stream.manifests
-        for mismatch in _mismatches_of(
-            manifest.view,
-            schemas.get(f"{manifest.group}/{manifest.kind}", {}),
-            f"{manifest.kind} of {_AUTHORS.get(manifest.group, 'Kubernetes 1.37')}",
+        for mismatch in _Checker(packaged, _author(manifest)).value(
+            manifest.view, served.get((manifest.group, manifest.kind), {})
         )
     )
 
@@ -182,9 +351,18 @@ _AUTHORS = {
 }
 
 
-def is_known(manifest: Manifest) -> bool:
+def _author(manifest: Manifest) -> str:
+    """Return the kind and its API, as messages name them."""
+    return f"{manifest.kind} of {_AUTHORS.get(manifest.group, 'Kubernetes 1.37')}"
+
+
+def is_known(manifest: Manifest, schemas: Schemas | None = None) -> bool:
     """Whether the fields of an object are checked."""
-    return (manifest.group, manifest.kind) in _packaged()[0]
+    kinds = {
+        (group, kind)
+        for group, _, kind in (*_packaged().served, *(schemas.served if schemas else ()))
+    }
+    return (manifest.group, manifest.kind) in kinds
 
 
 @MANIFESTS.rule(
@@ -195,7 +373,7 @@ def is_known(manifest: Manifest) -> bool:
 )
 def _versions(stream: Stream) -> Iterator[Violation[View]]:
     groups: dict[str, list[tuple[str, str]]] = {}
-    for (group, kind), version in _packaged()[0].items():
+    for group, version, kind in _packaged().served:
         groups.setdefault(kind, []).append((group, version))
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
