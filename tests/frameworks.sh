@@ -5,7 +5,7 @@ set -euo pipefail
 project="$(dirname "$0")/.." folder="$(dirname "$0")/../.cache/frameworks"
 [ ! -d "$folder/transformers" ] || exit 0
 install() {
-  "$project/.venv/bin/pip" install -qq --disable-pip-version-check -c "$project/constraints.txt" --target "$folder.new" "$@"
+  "$project/.venv/bin/pip" install -qq --disable-pip-version-check --no-compile -c "$project/constraints.txt" --target "$folder.new" "$@"
 }
 rm -rf "$folder.new"
 install fsspec lightning-utilities psutil pyyaml safetensors tqdm huggingface-hub tokenizers regex
