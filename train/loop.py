@@ -107,6 +107,7 @@ class Trainer:
             self.stop.wait_for_the_loop()
             if progress.step == first:
                 self._name_untrained_of_task()
+                self.saver.watch.check_names(progress.step)
         self.strategy.finish()
         self.close()
         self.saver.save(progress, epoch=self.epoch)

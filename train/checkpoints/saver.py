@@ -129,6 +129,7 @@ class Saver:
 
         Raises:
             NonFiniteLoss: on all ranks; these weights would replace good ones.
+            UsageError: on all ranks; the model has other tensors than at the start.
             ReplicaError: on all ranks; they do not hold the same.
         """
         if self._saved and self._saved.step == progress.step:
@@ -226,7 +227,10 @@ class Saver:
         """
         own_names = not_finite(self.strategy)
         numbers = self.watch.numbers(progress, model, moments)
-        *totals, found = self.group.sum([*numbers, len(own_names)])
+        others = self.watch.other_names(model)
+        *totals, other, found = self.group.sum([*numbers, len(others), len(own_names)])
+        if other:
+            self.watch.check_names(progress.step)
         if found:
             names = self._everywhere(own_names)
             raise NonFiniteLoss(

@@ -56,6 +56,8 @@ class Watch:
     ) -> None:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
+        # Of what model() has made.
+        self._names = frozenset(strategy.model_state())
         self._plans: dict[bool, _Plan | None] = {}
         # The least that was seen: others hold waits for something else.
         self._step_s = self._cost_s = math.inf
@@ -118,6 +120,7 @@ class Watch:
         *totals, interval, unknown = totals
         if unknown:
             # What was summed up in a step has moved since: the next one compares.
+            self.check_names(self._last)
             self._plans[everything], self._next = None, self._last
             if everything:
                 self.compare(progress)
@@ -127,6 +130,25 @@ class Watch:
         # The mean of what ranks would choose: the same on all of them.
         mean = interval / self._group.rank_info.world_size
         self._next = self._last + (math.ceil(mean) or UNKNOWN)
+
+    def other_names(self, model: Mapping[str, Tensor]) -> list[str]:
+        """Name what has come to this rank's model, or gone, since `model()` has made it."""
+        return sorted(self._names ^ model.keys())
+
+    def check_names(self, step: int) -> None:
+        """Make sure that the model still has the tensors with which it was made.
+
+        Raises:
+            UsageError: on all ranks; it does not.
+        """
+        mine = self.other_names(self._strategy.model_state())
+        if names := sorted({name for rank in self._group.gather(mine) for name in rank}):
+            raise UsageError(
+                f"task {self._strategy.task.name!r}: after step {step} its model has other tensors "
+                f"than model() has made, such as {names[0]!r}: no optimizer trains a parameter "
+                "that comes later, and no start finds it in a checkpoint; make all parameters and "
+                "buffers in model(), or register a buffer with persistent=False"
+            )
 
     def compare(self, progress: "TrainingProgress") -> None:
         """Make sure that replicas are equal in everything, by an exchange of its own."""

@@ -22,12 +22,14 @@ UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What is unusual about a model; each by the name of a parameter or buffer."""
+    """What is unusual about a model; most of it by the name of a parameter or buffer."""
 
     thawed: tuple[str, ...] = ()
     """Parameters that a new model does not train, and that it trains after some passes."""
     hooked: tuple[str, ...] = ()
     """Parameters with hooks on their gradients."""
+    hooked_modules: tuple[str, ...] = ()
+    """Modules with hooks on their backward pass."""
     written: tuple[str, ...] = ()
     """Parameters whose values a forward pass in training changes."""
     moved: tuple[str, ...] = ()
@@ -79,6 +81,11 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
             for name, p in parameters.items()
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
         ),
+        hooked_modules=tuple(
+            name
+            for name, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ),
         written=written,
         moved=tuple(name for name in moved if name in saved),
         moved_unsaved=tuple(name for name in moved if name not in saved),
@@ -117,8 +124,14 @@ def likeliest(difference: Difference, seen: Observations) -> str:
     return causes[0][1] if causes else UNKNOWN
 
 
-def remembered(seen: Observations) -> str:
+def otherwise(seen: Observations) -> str:
     """Return the cause where nothing else explains a difference."""
+    if seen.hooked_modules:
+        return (
+            f"module {some(seen.hooked_modules)} has a hook on its backward pass, which sees the "
+            "gradient of one rank's samples, or of one micro-batch, in its own scale: only what is "
+            "linear in the gradient of each sample is the same in all of these"
+        )
     if seen.in_several_places:
         name, first, second = seen.in_several_places[0]
         return (

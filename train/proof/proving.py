@@ -21,7 +21,7 @@ from ..model.trees import tensors_of
 from ..parallel.base import Parts
 from ..parallel.consistency import fingerprint
 from . import trial
-from .causes import UNKNOWN, likeliest, observe, remembered, some
+from .causes import UNKNOWN, likeliest, observe, otherwise, some
 from .comparison import STEPS, Bounds, Difference, State, first_difference
 from .draws import RandomState, double_precision
 from .manner import ADVICE, Manner, held, manner_of
@@ -259,7 +259,7 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
         cause = likeliest(difference, seen)
         if cause != UNKNOWN:
             return cause
-        cause = remembered(seen)
+        cause = otherwise(seen)
         if not difference.step or manner.apart:
             return cause
         if cut.parts == 1:
@@ -286,6 +286,8 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
                     "next, where each rank has moved it by its own samples; read it only after a "
                     "step, when ranks have taken the mean, or use one pass per step"
                 )
+            if seen.hooked_modules:
+                return cause
             return (
                 "a layer or the loss reads other samples of its pass, such as a branch on a sum "
                 f"over the batch: one process that computes each share by itself gets the same; "

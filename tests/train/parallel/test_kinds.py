@@ -124,6 +124,10 @@ TWO: list[Case] = [
         "Later", {**DDP, "activation_checkpointing": True},
         r".* forward\(\) writes parameter '0\.weight' of 'middle' now, and has not in the first.*",
     ),
+    *(
+        ("Grown", how, r".*after step \d its model has .*, such as 'middle\.0\.extra'.*")
+        for how in (DDP, FSDP, PP)
+    ),
     ("Clamped", PP, r".* writes middle\.0\.weight, between the forward and the backward passes.*"),
 ]  # fmt: skip
 

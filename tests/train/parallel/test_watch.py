@@ -11,7 +11,7 @@ import torch
 from tests.train.support import kinds
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
-from train.errors import ReplicaError
+from train.errors import ReplicaError, UsageError
 from train.loop import Trainer
 from train.parallel.base import local
 from train.parallel.checksum import FACTORS, SMALL_BYTES, Summands, checksum, checksums
@@ -156,6 +156,16 @@ def test_another_order_gives_another_checksum() -> None:
     assert checksum(one) != checksum(one.flip(0))
     summands = Summands()
     assert summands.sum([one, one + 1]) != summands.sum([one + 1, one])
+
+
+def test_a_parameter_that_comes_later_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    trainer = trainer_for(0, 1, tmp_path, **{**COMMON, "task": f"{FILE}:Grown"})
+    trainer.resume()
+    trainer.train_step()
+    trainer.saver.watch.check_names(trainer.progress.step)
+    trainer.train_step()
+    with pytest.raises(UsageError, match=r"after step 2 .* such as 'middle\.0\.extra'"):
+        trainer.saver.save(trainer.progress, epoch=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.complex64])

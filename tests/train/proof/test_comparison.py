@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.train.support import proved
-from train.proof.causes import UNKNOWN, Observations, likeliest, observe, remembered
+from train.proof.causes import UNKNOWN, Observations, likeliest, observe, otherwise
 from train.proof.comparison import Bounds, Difference, State, first_difference
 
 DOUBLE = Bounds.of(torch.finfo(torch.float64).eps)
@@ -155,6 +156,18 @@ class Turns(nn.Module):
         return hidden
 
 
+class Clipping(nn.Tanh):
+    """Clips the gradient on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_full_backward_hook(self.clipped)
+
+    @staticmethod
+    def clipped(module: nn.Module, given: Any, got: Any) -> tuple[Tensor, ...]:
+        return tuple(gradient.clamp(-0.1, 0.1) for gradient in given)
+
+
 class Twice(proved.Plain):
     def model(self) -> nn.Module:
         model = super().model()
@@ -168,10 +181,11 @@ class Twice(proved.Plain):
         (Twice, "forward() changes '1.turns', and its module is used as '1' and as '3'"),
         (proved.with_layer(lambda: Turns(recalls=False)), "forward() changes attribute '1.turns'"),
         (proved.with_layer(lambda: Turns(recalls=True)), "forward() changes attribute '1.last'"),
+        (proved.with_layer(Clipping), "module '1' has a hook on its backward pass"),
         (proved.Plain, UNKNOWN),
     ],
 )
-def test_what_modules_remember_explains_what_nothing_else_does(
+def test_hooks_and_what_modules_remember_explain_what_nothing_else_does(
     task: type[proved.Plain], text: str
 ) -> None:
-    assert text in remembered(observed(task()))
+    assert text in otherwise(observed(task()))

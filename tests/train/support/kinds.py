@@ -171,6 +171,30 @@ Clamped, ThroughData, Followed, BySamples, AtFirst, Later = map(
 )
 
 
+# Parameters that come later.
+
+
+class Growing(nn.Linear):
+    """A layer that makes another parameter in its second pass."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.passes == 2 and "extra" not in self._parameters:
+            self.extra = nn.Parameter(torch.ones(WIDTH))
+        return super().forward(x)
+
+
+Grown = kind(
+    lambda net: net.middle.__setitem__(0, Growing()),
+    third_0=ColwiseParallel(),
+    last=RowwiseParallel(),
+)
+
+
 # Layers that only evaluate.
 
 

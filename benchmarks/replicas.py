@@ -1,0 +1,158 @@
+"""What comparing replicas costs: a ddp run on the digits, beside the same run without it.
+
+Run as `make bench-train-loop`. Both runs live in the same processes, and a round of one follows a
+round of the other: on two ranks with a checkpoint in each round, and on four ranks without
+checkpoints. CPU time counts, that of all of a rank's threads: it varies less than wall time when
+other programs run. The share is the time within the calls that compare, of the CPU time of the run;
+it can be measured to a thousandth of a percent. The ratio of both runs, of which the median and its
+95 % interval are shown, also contains what the calls do to the rest, and the noise.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from benchmarks.trainers import trainer_of
+from train.cli.config import Config
+from train.loop import Trainer
+from train.parallel.watch import Watch
+from train.runtime.rank import RankInfo
+from train.tasks.digits import Digits
+
+BATCH = 64
+TARGET = 0.001
+CASES = {"2 ranks, a checkpoint every 100 steps": (2, True), "4 ranks, no checkpoint": (4, False)}
+
+
+class NoWatch:
+    """Compares nothing."""
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def numbers(self, *_: object) -> list[float]:
+        """Return nothing to exchange."""
+        return []
+
+    def check(self, totals: Sequence[float]) -> None:
+        """Look at nothing."""
+
+    def other_names(self, model: object) -> list[str]:
+        """Look for none."""
+        return []
+
+
+class Timed:
+    """A watch whose calls are timed."""
+
+    def __init__(self, watch: Watch, steps: int) -> None:
+        self.due, self.other_names, self.steps = watch.due, watch.other_names, steps
+        self.numbers, self.check = self._timed(watch.numbers), self._timed(watch.check)
+        self.spent_s, self.calls = 0.0, 0
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: object) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self.spent_s += time.thread_time() - started
+                self.calls += 1
+
+        return timed
+
+
+def run(trainer: Trainer, steps: int, *, save: bool) -> float:
+    """Make some steps, and a checkpoint; return the CPU seconds."""
+    dist.barrier()
+    started = time.process_time()
+    for _ in range(steps):
+        trainer.train_step()
+    if save:
+        trainer.saver.save(trainer.progress, epoch=0)
+        trainer.saver.wait()
+    spent = time.process_time() - started
+    dist.barrier()
+    return spent
+
+
+def measure(
+    rank: int, ranks: int, folder: str, rounds: int, steps: int, save: bool, title: str
+) -> None:
+    """Be a rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=300),
+    )
+    rank_info = RankInfo(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
+    trainers: dict[str, Trainer] = {}
+    for name in ("with", "without"):
+        config = Config(run_dir=Path(folder) / name, strategy="ddp", global_batch=BATCH)
+        trainers[name] = trainer_of(Digits(), config, rank_info)
+        trainers[name].resume()
+    timed = Timed(trainers["with"].saver.watch, steps)
+    trainers["with"].saver.watch = timed  # type: ignore[assignment]
+    trainers["without"].saver.watch = NoWatch()  # type: ignore[assignment]
+    spent: dict[str, list[float]] = {name: [] for name in trainers}
+    for count in range(rounds + 1):
+        if count == 1:
+            # The first round warms up.
+            timed.spent_s, timed.calls = 0.0, 0
+        for name in sorted(trainers, reverse=bool(count % 2)):
+            seconds = run(trainers[name], steps, save=save)
+            if count:
+                spent[name].append(seconds)
+    if rank == 0:
+        report(spent, timed, title)
+    dist.destroy_process_group()
+
+
+def report(spent: Mapping[str, Sequence[float]], timed: Timed, title: str) -> None:
+    """Print the share, the ratio and the verdict."""
+    share = timed.spent_s / sum(spent["with"])
+    ratios = sorted(a / b for a, b in zip(spent["with"], spent["without"], strict=True))
+    # Where the median of as many rounds lies in 19 of 20 cases, by the binomial distribution.
+    middle, spread = len(ratios) / 2, 0.98 * len(ratios) ** 0.5
+    low, high = (
+        ratios[min(max(int(at), 0), len(ratios) - 1)] for at in (middle - spread, middle + spread)
+    )
+    verdict = "met" if share <= TARGET else "missed"
+    print(f"{title}: {share:.3%} of CPU time (target: at most {TARGET:.1%}, {verdict})")
+    each_us = timed.spent_s / max(timed.calls // 2, 1) * 1e6
+    step_ms = statistics.median(spent["without"]) / timed.steps * 1e3
+    print(f"  {timed.calls // 2} comparisons of {each_us:.0f} µs, steps of {step_ms:.2f} ms")
+    print(f"  with / without: {statistics.median(ratios):.4f}, {low:.4f} to {high:.4f}")
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40, help="counted rounds (default 40)")
+    parser.add_argument("--steps", type=int, default=100, help="steps per round (default 100)")
+    given = parser.parse_args()
+    for title, (ranks, save) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            start_processes(  # type: ignore[no-untyped-call]
+                measure,
+                args=(ranks, folder, given.rounds, given.steps, save, title),
+                nprocs=ranks,
+            )
+
+
+if __name__ == "__main__":
+    main()
