@@ -29,7 +29,7 @@ install: .venv/installed  ## Make .venv with everything pinned
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=python3.11")'
 	@echo "installing into .venv (about a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[kubernetes,submitit,train,docs,dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[kubernetes,submitit,train,docs,dev]'
 	@touch $@
 
 image: install  ## Build localhost/train:latest from train/; BASE=IMAGE for another base than Debian
@@ -58,7 +58,7 @@ lint: install  ## Check style, spelling and types
 
 test:  ## Install what the tests need and run those that each change must pass
 	@$(MAKE) --no-print-directory -j2 lint tests/image
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 6 --dist worksteal $(ARGS)
 
 test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
 	@$(MAKE) --no-print-directory -j2 lint tests/image
@@ -104,7 +104,7 @@ docs: install  ## Build the site of the documentation: site/latest/index.html
 	@$(BIN)/python -m website.build $(ARGS)
 
 figures: install  ## Measure and draw the figures of docs/learn; ARGS names some, or --draw
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[bench]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.figures $(ARGS)
 
 recording: install  ## Record docs/recording.svg at a real terminal
@@ -118,9 +118,10 @@ bench: install  ## Measure beside TorchX
 	@$(BIN)/python -m benchmarks.render
 
 bench-train-loop: install  ## Measure the training loop beside bare ones, Lightning and Accelerate
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[bench]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.train_loop $(ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ddp_step $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.replicas $(ARGS)
 
 bench-checkpoint: install  ## Measure how long a checkpoint stops the training
 	@$(BIN)/python -m benchmarks.checkpoint $(ARGS)
@@ -141,7 +142,7 @@ bench-recovery: install  ## Measure from each fault to the first new step, besid
 	@$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 bench-goodput: install  ## Measure goodput under a fixed schedule of faults, beside a script by hand and Lightning, on a sandbox
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[bench]'
 	@$(BIN)/python -m benchmarks.goodput $(ARGS)
 
 bench-telemetry: install  ## Measure what metrics and watchdog cost per step, and comparing 10,000 ranks
@@ -158,7 +159,7 @@ bench-language: install  ## Measure tokens/s and MFU beside a bare loop; on a GP
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.language_model $(ARGS)
 
 release: install  ## Build wheel and sdist twice, compare and check them, and write SBOM and checksums: all in dist/
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[release]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[release]'
 	@distribution/release.sh
 
 clean: sandbox-down  ## Remove what was made here, runs excepted

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
+from toolkit.cli import cli
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, ToolkitError
 from toolkit.local import run_lock
 from toolkit.runs import registry
 from toolkit.runs.provenance import origin_of
@@ -412,24 +415,29 @@ ODD_RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("odd", ODD_RECORDS, ids=json.dumps)
-def test_an_odd_record_gets_a_line_and_the_others_theirs(
-    tmp_path: Path, own_user: Path, tools: tuple[str, Path], odd: dict[str, Any]
+def test_odd_records_get_a_line_each_and_the_others_theirs(
+    tmp_path: Path, own_user: Path, tools: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_run(tmp_path)
+    names = {f"odd-{number}": odd for number, odd in enumerate(ODD_RECORDS)}
     listed = own_user / "state/torch-deploy-toolkit/runs.jsonl"
     with listed.open("ab") as file:
         file.write(b"\xff\xfe{\n" + b"[" * 200_000 + b"\n{}\n3\nnull\n")
-        file.write(json.dumps(record("odd-1", tmp_path / "odd-1", **odd)).encode() + b"\n")
+        for name, odd in names.items():
+            file.write(json.dumps(record(name, tmp_path / name, **odd)).encode() + b"\n")
     add_run(tmp_path, "last-1")
     for argv in (["list"], ["list", "--json"]):
         done = program(*argv, PATH=tools[0])
         assert done.returncode == 0, done.stderr
         assert "probe-1" in done.stdout and "last-1" in done.stdout
-    assert "\x1b" not in done.stdout
-    named = "odd-1" in program("list", PATH=tools[0]).stdout
-    assert named != str(odd.get("uri", "")).startswith("slurm://c/not")
-    program("status", "odd-1", PATH=tools[0])
+        assert "\x1b" not in done.stdout
+    shown = set(re.findall(r"odd-\d+", program("list", PATH=tools[0]).stdout))
+    no_uri = {name for name, odd in names.items() if "\x1b" in str(odd.get("uri"))}
+    assert shown == names.keys() - no_uri
+    monkeypatch.setenv("PATH", tools[0])
+    for name in names:
+        failed = CliRunner().invoke(cli, ["status", name]).exception
+        assert failed is None or isinstance(failed, (SystemExit, ToolkitError)), name
 
 
 def test_a_terminal_is_not_commanded_by_a_log(tmp_path: Path) -> None:
