@@ -290,7 +290,7 @@ def test_a_torchrun_that_hangs_when_it_is_stopped_does_not_hold_the_run(
     assert subprocess.run(argv, env=environ, timeout=300, check=False).returncode == 1
     assert (tmp_path / "signals").read_text() == "TERM\n" * min(needed, 3)
     reason = (tmp_path / "run/logs/attempt-0/reason").read_text()
-    assert reason.startswith("retryable: exit status 1 without a word in outcome.json")
+    assert reason.startswith("retryable: exit status 1")
 
 
 def test_a_run_whose_directory_is_removed_stops_and_says_so(
@@ -530,7 +530,7 @@ def test_one_failing_node_ends_the_other(tmp_path: Path, marker: str) -> None:
     run = toolkit.submit(job, to=profile)
     status = run.wait(300)
     assert status.state is toolkit.RunState.FAILED
-    assert status.reason.startswith("retryable: exit status 1 without a word in outcome.json; ")
+    assert status.reason.startswith("failed: rank 1 on node-1: exit status 3; ")
 
 
 def test_gpus_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path) -> None:

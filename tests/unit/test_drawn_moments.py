@@ -26,7 +26,7 @@ def of(what: str) -> Hit:
     [
         ("requeue", ["preempted: Slurm has taken the nodes; queued again"], ""),
         ("preemption", ["requeued: by an operator; queued again"], ""),
-        ("TERM to the steps", ["retryable: exit status 1 without a word; queued again"], ""),
+        ("TERM to the steps", ["retryable: exit status 1; queued again"], ""),
         ("TERM to the script", ["cancelled: by scancel; not queued again"], ""),
         ("cable cut", ["done: all steps made"], ""),
         ("slurmd killed", ["lost: so", "node_failure: so"], ""),

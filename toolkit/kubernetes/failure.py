@@ -176,11 +176,11 @@ def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
         failures += last.failures(reports, base) or last.container_failures()
         for start in earlier:
             before[start.restart].extend(start.unreported_failures(base))
-    if not failures:
+    first = first_of(failures)
+    if first is None:
         return None
-    by_restart = [before[restart] for restart in sorted(before)]
-    earlier_failures = tuple(first_of(group) for group in by_restart if group)
-    return replace(first_of(failures), earlier=earlier_failures)
+    by_restart = (first_of(before[restart]) for restart in sorted(before))
+    return replace(first, earlier=tuple(filter(None, by_restart)))
 
 
 @dataclass(kw_only=True)

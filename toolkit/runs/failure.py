@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.runs import run_directory
 from toolkit.runs.log_reader import attempt_folders
 from toolkit.runs.rank_folders import RankStart, reports_of, starts_of
-from toolkit.supervisor.evidence.rank_end import RankEnd, judge, kind_of
+from toolkit.supervisor.evidence.rank_end import RankEnd, in_words, judge, kind_of, order
 from toolkit.supervisor.evidence.torchrun_report import Reported
 from toolkit.supervisor.evidence.traceback import Trace, last_trace
 from toolkit.text import untrusted
@@ -79,11 +79,7 @@ class Failure:
     """What failed first in each start before, after which torchrun started all ranks anew."""
 
     def __str__(self) -> str:
-        local = "" if self.local_rank is None else f"local rank {self.local_rank}"
-        who = local if self.rank is None else f"rank {self.rank}"
-        lost = " has lost another rank, which left no word" if self.kind == "echo" else ""
-        place = f"{who} on {self.node}" if who else self.node
-        return f"{place}{lost}: {self.message.partition(chr(10))[0]}"
+        return in_words(self.kind, self.rank, self.local_rank, self.node, self.message)
 
     def lines(self) -> Iterator[str]:
         """Yield what people are shown; the traceback comes last."""
@@ -144,10 +140,11 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
     if ended_well:
         own = [one for one in failures if one.kind == "exception"]
         failures = [one for one in own if not one.message.startswith(_TOLD)]
-    if not failures:
+    first = first_of(failures)
+    if first is None:
         return None
     earlier = earlier_failures(attempt, starts, bases)
-    return replace(first_of(failures), earlier=tuple(earlier[number] for number in sorted(earlier)))
+    return replace(first, earlier=tuple(earlier[number] for number in sorted(earlier)))
 
 
 def earlier_failures(
@@ -165,14 +162,14 @@ def earlier_failures(
     found: dict[int, Failure] = {}
     for restart, ranks in before.items():
         judged = [_judged(attempt, s, bases) or _unreported(attempt, s, bases) for s in ranks]
-        if any(judged):
-            found[restart] = first_of(filter(None, judged))
+        if first := first_of(filter(None, judged)):
+            found[restart] = first
     return found
 
 
-def first_of(failures: Iterable[Failure]) -> Failure:
-    """Return what failed first; failures that only report the loss of another rank come last."""
-    return min(failures, key=lambda one: (one.kind == "echo", one.time))
+def first_of(failures: Iterable[Failure]) -> Failure | None:
+    """Return what failed first."""
+    return min(failures, key=lambda one: order(one.kind, one.time), default=None)
 
 
 def _newest(run_dir: Path) -> Path | None:

@@ -24,6 +24,7 @@ from toolkit.runs.log_reader import (
 )
 from toolkit.runs.record_version import require_known
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.supervisor.policy import sentence
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
 
@@ -219,9 +220,7 @@ def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
         if state is RunState.UNKNOWN and not cancel_requested(run_dir):
             return RunStatus(state=state, reason=reason, lost=True)
     elif content.get("status") == "running":
-        reason = (
-            f"ended without a word at step {untrusted.whole(content.get('step'))}; see the logs"
-        )
+        reason = f"killed at step {untrusted.whole(content.get('step'))} or later; see the logs"
     if state is not RunState.SUCCEEDED and numbers:
         written = reason_of(run_dir / f"logs/attempt-{numbers[-1]}")
         if content.get("status") != "fatal" or written.word not in STOP_WORDS:
@@ -231,7 +230,7 @@ def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
         return RunStatus(state=state)
     if cancel_requested(run_dir):
         if state is RunState.UNKNOWN:
-            reason = "cancelled, and ended without a word" if numbers else "before it began"
+            reason = "cancelled" if numbers else "before it began"
         state = RunState.CANCELLED
     return RunStatus(state=state, reason=reason, word=word)
 
@@ -259,7 +258,7 @@ class Reason(NamedTuple):
     """The policy's word, such as `fatal`."""
 
     text: str
-    """The whole line: the word, why the attempt ended, and what follows."""
+    """The sentence for people: how the attempt ended, why, and what follows."""
 
 
 def reason_of(attempt: Path) -> Reason:
@@ -269,7 +268,7 @@ def reason_of(attempt: Path) -> Reason:
         text = untrusted.read_text(path, limit=_REASON_BYTES, below=attempt.parents[1]).strip()
     except OSError:
         text = ""
-    return Reason(text.partition(":")[0], untrusted.shortened(text, _REASON))
+    return Reason(text.partition(":")[0], untrusted.shortened(sentence(text), _REASON))
 
 
 def newest_reason(run_dir: Path) -> Reason:

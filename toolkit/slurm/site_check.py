@@ -301,7 +301,7 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
     lines = [line for line in plain(done.stderr).split("\n") if not line.startswith("Try ")]
     own = [line for line in lines if _OF_SBATCH.match(line)] or lines
     messages = filter(None, (re.sub(r"^(\S*sbatch: )?(error: )?", "", line) for line in own))
-    message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'without a word'}"
+    message = f"{_TEST_ONLY} refuses it: {'; '.join(messages) or 'and does not say why'}"
     return _problems(place or _TEST_ONLY, [("site-refuses", message)])
 
 

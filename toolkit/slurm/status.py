@@ -182,7 +182,8 @@ def status_of(
         if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended
         if ended.state is RunState.FAILED or by_slurm:
-            reason = ": ".join(filter(None, [row.word, reason, ended.reason]))
+            word = "" if row.word == "FAILED" else row.word
+            reason = ": ".join(filter(None, [word, word and reason, ended.reason]))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
 
 

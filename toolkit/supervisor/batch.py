@@ -36,6 +36,8 @@ from .policy import (
     decide,
     judge,
     limit_reached,
+    reason_line,
+    sentence,
 )
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
@@ -258,7 +260,7 @@ class Batch(JobEvidence):
         nodes = Nodes(options.fewest, options.most)
         super().__init__(options.policy, attempt, slurm, log, nodes)
         self.options, self.start, self.signals = options, start, signals
-        self.restarts = start.restarts
+        self.restarts, self.command = start.restarts, options.command
         self.say = Speaker(options.policy.job, options.point)
         self.srun: Optional[subprocess.Popen[bytes]] = None
         self.excluded: Optional[str] = None
@@ -306,7 +308,15 @@ class Batch(JobEvidence):
         if self._is_stopped():
             return self.conclude(1)
         if not names:
-            return self.refuse(f"scontrol names no node for '{self.slurm.node_list}'")
+            missing = shutil.which("scontrol") is None
+            why = "scontrol is not in PATH on the first node; set 'modules' in the profile"
+            unnamed = f"scontrol names no node for '{self.slurm.node_list}'"
+            return self.refuse(why if missing else unnamed)
+        if not self.slurm.resolves(names[0]):
+            return self.refuse(
+                f"the name {names[0]} does not resolve on that node itself (getent ahosts "
+                f"{names[0]}): ranks could not meet there; correct /etc/hosts or DNS"
+            )
         self.nodes.names = names
         self.attempt.write("nodes", "\n".join(names))
         number = self.attempt.number
@@ -357,7 +367,8 @@ class Batch(JobEvidence):
         claim = folder_of(run_dir, number - 1) + "/notified"
         if not os.path.exists(claim + "-end.json"):
             word = reason.partition(":")[0]
-            self.notifier.tell(claim, Event("requeue", word, f"ended: {reason}", number - 1, 1))
+            text = f"ended: {sentence(reason)}"
+            self.notifier.tell(claim, Event("requeue", word, text, number - 1, 1))
         counts = count(self.attempt.made("", None), self.attempt.best_before())
         reached = limit_reached(counts, self._limits())
         if reached is None:
@@ -632,8 +643,7 @@ class Batch(JobEvidence):
     def _end(self, status: int, verdict: Verdict, decision: Decision) -> int:
         self.concluding = True
         self.note(verdict, decision.text)
-        why = f"{verdict.why}; " if verdict.why else ""
-        text = f"{verdict.word}: {why}{decision.text}"
+        text = sentence(reason_line(verdict, decision.text))
         self.say(f"attempt {self.attempt.number} ended: {text}")
         self.tell_stalls()
         goes_on = decision.again or decision.text.endswith(" goes on")
@@ -709,10 +719,9 @@ class Batch(JobEvidence):
         verdict = Verdict("lost", f"the supervisor failed: {said}")
         again = bool(self.policy.limits.requeue) and not before.startswith(FAILED)
         text = AGAIN if again else "not " + AGAIN
-        self.attempt.note("reason", f"{verdict.word}: {verdict.why}; {text}")
-        self.say.error(
-            f"attempt {self.attempt.number} ended: {verdict.word}: {verdict.why}; {text}"
-        )
+        text = reason_line(verdict, text)
+        self.attempt.note("reason", text)
+        self.say.error(f"attempt {self.attempt.number} ended: {sentence(text)}")
         if again:
             self.slurm.requeue()
         return 1

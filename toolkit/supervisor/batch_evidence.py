@@ -8,10 +8,11 @@ from typing import List, Optional, Sequence
 
 from .attempt import Attempt, folder_of
 from .evidence import job_log
+from .evidence.cause import Logs, few_gpus, no_image, program_error
 from .evidence.files import read
 from .evidence.first_error import Failure, in_words
 from .evidence.job_log import JobLog
-from .evidence.torchrun_report import has_exitcode
+from .evidence.torchrun_report import has_exitcode, read_reports
 from .marks import Marks
 from .policy import Verdict
 from .schedulers.slurm import Slurm
@@ -66,6 +67,8 @@ class JobEvidence(Supervised):
         super().__init__(policy, attempt)
         self.slurm, self.log, self.nodes = slurm, log, nodes
         self.marks = Marks(attempt.logs)
+        self.command: Sequence[str] = ()
+        """What starts the ranks."""
         self.restarts = 0
         """Which start of the job this is."""
         self.queued = False
@@ -126,22 +129,38 @@ class JobEvidence(Supervised):
         cannot = self.marks.texts("cannot")
         if cannot and not (self.outcome and self.outcome.status):
             word, _, why = cannot[0].partition("\n")[0].partition(" ")
+            said = program_error(self.log.tail()) if word == "retryable" else ""
+            everywhere = word == "missing" and len(cannot) >= len(self.nodes.names)
+            word = "fatal" if word == "fatal" or everywhere or no_image(said) else "retryable"
             if word != "fatal":
                 self.attempt.note("failing_node", why.partition(":")[0])
-            return Verdict(word, why)
+            return Verdict(word, why + (f": {said}" if said else ""))
         without = self.nodes_without_task() if status in NOT_REACHED else []
         if without:
             self.attempt.note("failing_node", without[0])
-            return Verdict(
-                "retryable", f"srun could not start on {' '.join(without)} (exit status {status})"
-            )
+            why = f"srun could not start on {' '.join(without)}"
+            if job_log.credential_expired(lines):
+                why += ": Job credential expired; Slurm's cred_expire must pass after a requeue"
+            return Verdict("retryable", f"{why} (exit status {status})")
         prolog, error = job_log.prolog_failed(lines), job_log.srun_error(lines)
         if prolog:
             return Verdict("retryable", f"{prolog} (exit status {status})")
         if error and not self.marks.of("began"):
-            why = f"srun could not start torchrun: {error} (exit status {status})"
-            return Verdict("retryable", why)
+            said = program_error(self.log.tail()) or error
+            why = f"srun could not start torchrun: {said} (exit status {status})"
+            return Verdict("fatal" if no_image(said) else "retryable", why)
         return None
+
+    def logs(self) -> Logs:
+        """Return what the attempt has left beside the folders of its ranks."""
+        return Logs(
+            names=self.nodes.names,
+            nodes=len(self.nodes.names),
+            reported=read_reports(self.log.read_on()),
+            out_of_memory=[text.partition(" ")[0] for text in self.marks.texts("oom")],
+            lines=self.log.tail(),
+            few_gpus=few_gpus(self.command, self.slurm.environ),
+        )
 
     # ---- Who has ended the attempt
 

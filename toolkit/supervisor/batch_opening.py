@@ -243,7 +243,7 @@ def _after_a_kill(folder: str, reason: str, cause: str, slurm: Slurm, lines: Seq
     if reason:
         reason = f"node_failure: {named}; killed before it could say so"
     else:
-        reason = "lost: the batch script was killed without a word" + (f"; {named}" if down else "")
+        reason = "lost: the batch script was killed" + (f"; {named}" if down else "")
     _write(folder + "/reason", reason)
     _write(folder + "/failing_node", "\n".join(down or nodes[:1]))
     return reason

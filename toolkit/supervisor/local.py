@@ -15,10 +15,11 @@ import time
 from typing import List, NamedTuple, Optional, Sequence
 
 from .attempt import Attempt, Refused, open_attempt, with_number
-from .evidence.files import read
+from .evidence.cause import Logs, few_gpus
+from .evidence.files import last_lines, read
 from .evidence.outcome import read_outcome
 from .evidence.restarts import after_restarts
-from .evidence.torchrun_report import has_exitcode, report_lines
+from .evidence.torchrun_report import has_exitcode, read_reports, report_lines
 from .policy import NO_PROGRESS_STATUS, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
 from .supervised import Policy, Supervised, lacks
@@ -204,6 +205,20 @@ class LocalAttempt(Supervised):
     def hosts(self) -> List[str]:
         """Return the name of this machine."""
         return [socket.gethostname()]
+
+    def logs(self) -> Logs:
+        """Return what the attempt has left beside the folders of its ranks."""
+        files = self._logs()
+        return Logs(
+            nodes=len(files),
+            reported=[
+                one._replace(host=os.path.basename(path)[: -len(".log")])
+                for path in files
+                for one in read_reports(report_lines([path]))
+            ],
+            lines=[line for path in files for line in last_lines(path)],
+            few_gpus=few_gpus(self.options.command, os.environ, self.options.devices[0]),
+        )
 
     def exited_with(self, status: int) -> bool:
         """Whether a worker has ended with this exit status, by torchrun's report."""

@@ -71,7 +71,7 @@ class CannotStart(Exception):
     def __init__(self, word: str, why: str, status: int) -> None:
         super().__init__(why)
         self.word, self.status = word, status
-        """`fatal`, or `retryable` if another node may do."""
+        """`fatal`; `retryable`; `missing` if another node may have what this one lacks."""
 
 
 def main(options: Options) -> int:
@@ -145,8 +145,7 @@ class Node:
     def _judge_container(self, status: int) -> None:
         container = self.options.container
         if container and not self.stopped and status == containers.NOT_STARTED[container.runtime]:
-            why = f"{container.runtime} could not start the container; the log says why"
-            self.cannot("retryable", why)
+            self.cannot("retryable", f"{container.runtime} could not start the container")
 
     def _until_the_end(self, argv: Sequence[str], environ: Mapping[str, str], status: int) -> int:
         """Run torchrun, again if it has ended on this node while others go on."""
@@ -174,7 +173,7 @@ class Node:
         try:
             torchrun = subprocess.Popen(argv, stdin=stdin, env=dict(environ))
         except OSError as error:
-            print(f"{self.name}: {argv[0]}: {error.strerror}", file=sys.stderr)
+            self.cannot("missing", f"{argv[0]}: {error.strerror}")
             return 126 if isinstance(error, PermissionError) else 127
         if self._heed_signals():  # the signal came while it was being started
             torchrun.send_signal(signal.SIGTERM)
@@ -197,7 +196,7 @@ class Node:
 
     def cannot(self, word: str, why: str) -> None:
         """Tell the batch script what kept torchrun from starting."""
-        print(f"{word} {self.name}: {why}", file=sys.stderr)
+        print(f"{self.name}: {why}", file=sys.stderr)
         self._write("cannot", f"{word} {self.name}: {why}")
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ from .policy import (
     decide,
     judge,
     limit_reached,
+    reason_line,
+    sentence,
 )
 from .process import Children, Signals
 from .supervised import Policy
@@ -91,7 +93,12 @@ class PodStart(PodFolder):
 
     def __init__(self, options: Options, signals: Signals) -> None:
         compares = bool(options.policy.restarts or options.policy.limits.requeue)
-        super().__init__(compares=compares, cgroups=options.cgroups)
+        super().__init__(
+            compares=compares,
+            cgroups=options.cgroups,
+            nodes=options.nodes,
+            command=options.command,
+        )
         self.options, self.signals = options, signals
         self.submission = os.environ.get("TRAIN_START", "")
         self.children = Children(options.policy.grace_s + STOP_MARGIN_S)
@@ -195,7 +202,7 @@ class PodStart(PodFolder):
         started_before = os.path.exists(self.file("began"))
         if started_before and not os.path.exists(self.file("ended")):
             # It was killed, for example out of memory.
-            self.append("failed", "ended without a word")
+            self.append("failed", "killed")
         if not os.path.exists(self.file("steps")):  # where the submission began
             self.append("steps", read_outcome(self.run_dir).step or "0")
         reached = limit_reached(self.counts(), options.policy.limits)
@@ -416,8 +423,7 @@ class PodStart(PodFolder):
         self._end(DONE if verdict.word == "done" else FINAL, verdict, decision.text)
 
     def _end(self, status: int, verdict: Verdict, decision: str) -> NoReturn:
-        why = f"{verdict.why}; " if verdict.why else ""
-        text = f"{verdict.word}: {why}{decision}"
+        text = sentence(reason_line(verdict, decision))
         said = f"torchrun ended with {self.children.status}; {text}"
         if status == FINAL and self.options.marks:
             self.write_shared("ended_for_good", said)

@@ -5,14 +5,16 @@ import glob
 import os
 import re
 import sys
-from typing import List, Optional
+from typing import List, Optional, Sequence
 
+from .evidence.cause import Cause, Logs, cause_of, few_gpus
 from .evidence.files import read
 from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, from_line, last_failure
 from .evidence.repeated import Repetitions, earlier_alike
 from .evidence.torchrun_report import logged_failure
 from .policy import Counts, Evidence, Verdict
+from .supervised import lost_since
 
 LOOKS_AFTER_FAILURE = 13
 """For so many looks after a start may have failed, its errors are looked for: on a file server they
@@ -25,7 +27,9 @@ class PodFolder(Evidence):
     Kubernetes starts pods again one by one, so each counts its own starts, in a folder of its name.
     """
 
-    def __init__(self, *, compares: bool, cgroups: str) -> None:
+    def __init__(
+        self, *, compares: bool, cgroups: str, nodes: int = 1, command: Sequence[str] = ()
+    ) -> None:
         self.run_dir = os.environ["TRAIN_RUN_DIR"]
         self.name = os.environ["HOSTNAME"]
         self.number = 0
@@ -37,6 +41,7 @@ class PodFolder(Evidence):
         self.compares = compares
         """Whether the failures of two starts are compared."""
         self._cgroups = cgroups
+        self.nodes, self.command = nodes, command
         self.repetitions = Repetitions(self._starts, self._torchruns)
         self._torchrun, self._start = "", 0
         """The folder of this pod's torchrun, and its newest start of the ranks."""
@@ -107,6 +112,18 @@ class PodFolder(Evidence):
             if re.search("^oom_kill [1-9]", read(os.path.join(self._cgroups, name)), re.MULTILINE):
                 return ""
         return None
+
+    def cause(self) -> Optional[Cause]:
+        """What has failed first in any pod of the attempt."""
+        reported = [one for one in map(logged_failure, self.torchrun_logs()) if one]
+        out_of_memory = [self.name] if self.out_of_memory() is not None else []
+        lacking = few_gpus(self.command, os.environ)
+        logs = Logs((), self.nodes, reported, out_of_memory, (), lacking)
+        return cause_of(self._starts(), self.logs, logs)
+
+    def cost(self) -> str:
+        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        return lost_since(self.outcome, self.run_dir)
 
     def raised(self) -> Optional[Failure]:
         """The first error of the last start."""

@@ -6,6 +6,8 @@ words are the table in docs/reference/run-directory.md, "How an attempt ended".
 
 from typing import Callable, Iterable, NamedTuple, Optional
 
+from .evidence.cause import Cause
+from .evidence.echoes import is_echo
 from .evidence.first_error import Failure, in_words
 from .evidence.outcome import Outcome
 
@@ -80,6 +82,14 @@ class Evidence:
     def torchrun_was_killed(self) -> Optional[str]:
         """On which node torchrun was killed, if that was the first failure."""
         return None
+
+    def cause(self) -> Optional[Cause]:
+        """What has failed first, by the best evidence beside outcome.json."""
+        return None
+
+    def cost(self) -> str:
+        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        return ""
 
     def could_not_start(self) -> Optional[Verdict]:
         """What has kept torchrun from starting."""
@@ -174,23 +184,26 @@ def _code(evidence: Evidence) -> int:
 
 
 def _hopeless(evidence: Evidence) -> Optional[Verdict]:
-    code = _code(evidence)
+    code, cause = _code(evidence), evidence.cause()
+    if cause is not None and cause.hopeless:
+        return Verdict("fatal", f"{_said(evidence) or cause.text}; {cause.hopeless}")
     if _outcome(evidence) or code not in _NOT_STARTED:
         return None
-    return Verdict("fatal", f"exit status {code}: another start would end like this one")
+    why = cause.text if cause else f"exit status {code}"
+    return Verdict("fatal", f"{why}: another start would end like this one")
 
 
 def _failed(evidence: Evidence) -> Verdict:
-    why, outcome = _said(evidence), evidence.outcome
-    if outcome is None or not outcome.status:
-        why = f"exit status {_code(evidence)} without a word in outcome.json"
-    elif outcome.status == "running":
-        why = f"killed without a word, at step {outcome.step} or later"
+    why, outcome, cause = _said(evidence), evidence.outcome, evidence.cause()
+    echo = cause is not None and not cause.echo and is_echo(why)
+    if outcome is None or outcome.status in ("", "running") or not why or echo:
+        unknown = "killed" if outcome and outcome.status == "running" else "exit status {}"
+        why = cause.text if cause else unknown.format(_code(evidence))
     if _outcome(evidence) in ("", "preempted", "running"):
         killed_on = evidence.torchrun_was_killed()
         if killed_on is not None:
             why = f"torchrun was killed on {killed_on} (exit status {_status(evidence)})"
-    return _twice(evidence.failed_before()) or Verdict("retryable", why)
+    return _twice(evidence.failed_before()) or Verdict("retryable", why + evidence.cost())
 
 
 def _twice(failure: Optional[Failure]) -> Optional[Verdict]:
@@ -220,6 +233,32 @@ def judge(evidence: Evidence) -> Verdict:
     """Return how an attempt ended."""
     verdicts = (rule(evidence) for rule in RULES)
     return next(verdict for verdict in verdicts if verdict is not None)
+
+
+# ---- What people read
+
+_IN_WORDS = {
+    "retryable": "failed",
+    "node_failure": "node failure",
+    "no_progress": "no progress",
+    "gave_up": "gave up",
+}
+
+
+def sentence(reason: str) -> str:
+    """Return the line of a file `reason` as `status`, `logs`, reports and notifications show it.
+
+    >>> sentence("retryable: rank 1 on n2: killed by SIGKILL; queued again")
+    'failed: rank 1 on n2: killed by SIGKILL; queued again'
+    """
+    word, colon, rest = reason.partition(": ")
+    return _IN_WORDS.get(word, word) + colon + rest
+
+
+def reason_line(verdict: Verdict, decision: str) -> str:
+    """Return how an attempt has ended, and what follows, as a file `reason` holds it."""
+    why = f"{verdict.why}; " if verdict.why else ""
+    return f"{verdict.word}: {why}{decision}"
 
 
 # ---- What follows

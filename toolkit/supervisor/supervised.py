@@ -3,16 +3,19 @@
 import contextlib
 import glob
 import os
+import re
 from types import MappingProxyType
 from typing import List, Mapping, NamedTuple, Optional, Sequence
 
 from .attempt import Attempt, folder_of
+from .evidence.cause import Cause, Logs, cause_of
 from .evidence.files import open_regular, read
 from .evidence.first_error import Attempt as Starts
-from .evidence.first_error import Failure, from_line, last_failure
+from .evidence.first_error import Failure, from_line, last_failure, newest_checkpoint
+from .evidence.outcome import Outcome
 from .evidence.repeated import Repetitions, earlier_alike
 from .notify import Event, Notifier, Receivers
-from .policy import Evidence, Limits, Verdict
+from .policy import Evidence, Limits, Verdict, reason_line, sentence
 
 
 class Policy(NamedTuple):
@@ -53,15 +56,14 @@ class Supervised(Evidence):
         self.earlier = ""
         """The folder of the earlier attempt that has failed alike, if one has."""
         self._stalls_told = 0
+        self._cause: Optional[List[Optional[Cause]]] = None
 
     # ---- What people are told
 
     def write_reason(self, verdict: Verdict, decision: str) -> str:
-        """Write why the attempt ends, and what follows; return the text."""
-        why = f"{verdict.why}; " if verdict.why else ""
-        text = f"{verdict.word}: {why}{decision}"
-        self.attempt.note("reason", text)
-        return text
+        """Write why the attempt ends, and what follows; return the sentence for people."""
+        self.attempt.note("reason", reason_line(verdict, decision))
+        return sentence(reason_line(verdict, decision))
 
     def tell(self, event: str, word: str, text: str, tries: int) -> None:
         """Send a notification of the attempt's end."""
@@ -107,6 +109,20 @@ class Supervised(Evidence):
         self.error = last_failure(self.starts(), self.attempt.logs) if self.compares else None
         return self.error
 
+    def logs(self) -> Logs:
+        """Return what the attempt has left beside the folders of its ranks."""
+        raise NotImplementedError
+
+    def cause(self) -> Optional[Cause]:
+        """What has failed first, by the best evidence beside outcome.json."""
+        if self._cause is None:
+            self._cause = [cause_of(self.starts(), self.attempt.logs, self.logs())]
+        return self._cause[0]
+
+    def cost(self) -> str:
+        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        return lost_since(self.outcome, self.attempt.run_dir)
+
     def failed_before(self) -> Optional[Failure]:
         """The failure of this start, if an earlier start, of any attempt, failed alike."""
         now = self.raised()
@@ -122,6 +138,19 @@ class Supervised(Evidence):
             self.earlier = os.path.dirname(earlier_alike(now, files))
             self.twice = now if self.earlier else None
         return self.twice
+
+
+def lost_since(outcome: Optional[Outcome], run_dir: str) -> str:
+    """Return how many steps after the newest checkpoint an attempt has ended, if that is known."""
+    step = outcome.step if outcome else ""
+    if not step.isdigit():
+        return ""
+    running = outcome is not None and outcome.status == "running"
+    saved = re.search("([0-9]{1,15})$", newest_checkpoint(run_dir))
+    at = f", at step {step}" + (" or later" if running else "")
+    if saved and int(step) >= int(saved.group(1)):
+        return f"{at}, {int(step) - int(saved.group(1))} steps after the newest checkpoint"
+    return at if running else ""
 
 
 def lacks(policy: Policy) -> str:

@@ -42,7 +42,7 @@ def test_a_node_without_power_costs_its_jobs_a_start_whether_it_was_their_first_
         assert (trial.attempt(0) / "failing_node").read_text() == f"{node2}\n"
     # KillWait (5 s) may end its script before it can say so; Slurm itself has queued it again.
     assert last.reasons()[0].startswith(f"node_failure: down: {node2}"), last.reasons()
-    assert first.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
+    assert first.reasons()[0] == f"lost: the batch script was killed; down: {node2}"
 
 
 @pytest.mark.slow
@@ -74,5 +74,5 @@ def test_a_node_without_a_cable_trains_on_and_harms_nothing(
         until(lambda trial=trial: trial.events("resume", attempt=1), "it runs elsewhere")
         unharmed(trial, reference, until)
         assert len(trial.reasons()) == 2, trial.reasons()
-    assert alone.reasons()[0] == f"lost: the batch script was killed without a word; down: {node2}"
+    assert alone.reasons()[0] == f"lost: the batch script was killed; down: {node2}"
     assert torn.reasons()[0].startswith(f"node_failure: down: {node2}"), torn.reasons()

@@ -63,7 +63,7 @@ def test_a_killed_rank_gets_the_job_queued_again_and_finished(
     cluster.slurm("scontrol", "update", "nodename=node[1-4]", "state=drain", "reason=test")
     try:
         kill_a_rank(cluster, nodes_of(cluster, run)[-1])
-        until(lambda: "; last attempt: retryable: " in run.status().reason, "it says why it waits")
+        until(lambda: "; last attempt: failed: " in run.status().reason, "it says why it waits")
     finally:
         cluster.slurm("scontrol", "update", "nodename=node[1-4]", "state=resume")
     until(lambda: events(run, "resume"), "the second attempt has resumed")
@@ -73,7 +73,7 @@ def test_a_killed_rank_gets_the_job_queued_again_and_finished(
     assert run.run_dir is not None
     # The requeue may have its script killed, after KillWait (5 s), before it can print this.
     if (run.run_dir / "logs/attempt-0/exit_status").exists():
-        assert "counted: attempt 0 ended: retryable: " in output(run)
+        assert "counted: attempt 0 ended: failed: " in output(run)
     assert (run.run_dir / "logs/attempt-0/nodes").read_text() == "node1\nnode2\n"
     assert (run.run_dir / "logs/attempt-0/failing_node").read_text() == "node2\n"
 
@@ -324,11 +324,10 @@ def test_each_end_of_an_attempt_is_told_once(site: Site) -> None:
     run, read = told(site, '[ "$TRAIN_ATTEMPT" != 0 ] || exit 1', requeue=1)
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
     name = run.run_dir.name if run.run_dir else ""
-    why = "retryable: exit status 1 without a word in outcome.json; queued again"
-    assert read() == [
-        f"requeue True {name}: attempt 0 ended: {why}",
-        f"end False {name}: attempt 1 ended: done: all steps made",
-    ]
+    first, last = read()
+    assert first.startswith(f"requeue True {name}: attempt 0 ended: failed: rank 0 on node")
+    assert first.endswith(": exit status 1; queued again")
+    assert last.startswith(f"end False {name}: attempt 1 ended: done: all steps made")
 
 
 def test_an_end_that_the_script_could_not_tell_is_told_by_wait(

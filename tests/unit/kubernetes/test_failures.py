@@ -17,7 +17,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesRun
 from toolkit.runs.failure import Failure
 
-VERDICT = "torchrun ended with 1; retryable: killed without a word; started again: 138"
+VERDICT = "torchrun ended with 1; failed: killed; started again: 138"
 STOPPED = "torchrun ended with 1; preempted: stopped from outside; started again: 138"
 TRACE = (
     "Traceback (most recent call last):",

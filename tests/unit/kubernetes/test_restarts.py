@@ -12,7 +12,7 @@ from toolkit.kubernetes.pods import seconds_of
 from toolkit.kubernetes.restarts import restarts_of
 from toolkit.runs.restarts import in_words
 
-VERDICT = "torchrun ended with 1; retryable: rank 1: ValueError: NaN; started again: 138\n"
+VERDICT = "torchrun ended with 1; failed: rank 1: ValueError: NaN; started again: 138\n"
 KILLED = "[rank 1] ValueError: NaN\n" + VERDICT
 
 

@@ -9,6 +9,7 @@ import toolkit
 from toolkit.errors import LauncherError
 from toolkit.runs import run_directory
 from toolkit.runs.state import RunState
+from toolkit.supervisor.policy import sentence
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_the_reason_of_the_last_attempt_is_told(
     (run_dir / "logs/attempt-0/reason").write_text("done: x\n" if status == "done" else reason)
     said(run_dir, status)
     found = run_directory.ended_status(run_dir)
-    assert (found.state, found.reason) == (state, reason)
+    assert (found.state, found.reason) == (state, sentence(reason))
 
 
 @pytest.mark.parametrize(

@@ -273,12 +273,12 @@ def test_a_job_that_is_cancelled_while_it_waits_for_its_next_start_is_told_as_th
 @pytest.mark.parametrize(
     ("outcome", "reason", "row", "state", "text"),
     [
-        ("fatal", "", "FAILED", "FAILED", "FAILED: NonZeroExitCode: boom"),
-        ("", "", "FAILED", "FAILED", "FAILED: NonZeroExitCode: exit status 7; see "),
+        ("fatal", "", "FAILED", "FAILED", "boom"),
+        ("", "", "FAILED", "FAILED", "exit status 7; see "),
         ("", "", "OUT_OF_MEMORY", "FAILED", "OUT_OF_MEMORY: NonZeroExitCode: exit status 7; see "),
-        ("", "fatal: no torchrun", "FAILED", "FAILED", "FAILED: NonZeroExitCode: fatal: no torch"),
+        ("", "fatal: no torchrun", "FAILED", "FAILED", "fatal: no torch"),
         ("preempted", "walltime: out of time", "FAILED", "PREEMPTED", "walltime: out of time"),
-        ("fatal", "walltime: out of time", "FAILED", "FAILED", "FAILED: NonZeroExitCode: boom"),
+        ("fatal", "walltime: out of time", "FAILED", "FAILED", "boom"),
         ("preempted", "cancelled: by toolkit cancel", "FAILED", "CANCELLED", "cancelled: by"),
         ("preempted", "terminated: by Slurm", "CANCELLED", "CANCELLED", ""),
         ("", "cancelled: by scancel; not queued again", "CANCELLED", "CANCELLED", "cancelled: by"),

@@ -56,7 +56,7 @@ def test_an_attempt_leaves_its_files(role: Role) -> None:
 def test_a_failed_job_is_queued_again_and_its_next_start_is_the_next_attempt(role: Role) -> None:
     role.step = FAILS
     assert role.run() == 1
-    reason = "retryable: exit status 1 without a word in outcome.json; queued again"
+    reason = "retryable: exit status 1; queued again"
     assert role.text("reason") == reason
     assert role.asked("scontrol requeue") == ["scontrol requeue 7"]
     (role.state / "restarts").write_text("1\n")
@@ -386,3 +386,30 @@ def test_outside_of_a_job_it_says_what_is_missing(role: Role) -> None:
     role.environ = {"SLURM_JOB_ID": ""}
     assert role.run() == 1
     assert role.log.read_text() == "probe: not inside a job of Slurm: SLURM_JOB_ID is not set\n"
+
+
+# ---- What no start can mend is said before nodes are held
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "why"),
+    [
+        ("getent", "exit 2", "fatal: the name n1 does not resolve on that node itself"),
+        ("scontrol", None, "fatal: scontrol is not in PATH on the first node"),
+    ],
+)
+def test_what_the_ranks_could_not_do_without_is_looked_for(
+    role: Role, program: str, text: str | None, why: str
+) -> None:
+    if text is None:
+        (role.folder / "bin" / program).unlink()
+    else:
+        (role.folder / "bin" / program).write_text(f"#!/bin/sh\n{text}\n")
+    assert role.run(**({} if text else {"PATH": str(role.folder / "bin")})) == 1
+    assert role.text("reason").startswith(why)
+    assert role.asked("srun") == []
+
+
+def test_a_server_of_names_that_is_away_proves_nothing(role: Role) -> None:
+    (role.folder / "bin/getent").write_text("#!/bin/sh\nexit 1\n")
+    assert role.run() == 0

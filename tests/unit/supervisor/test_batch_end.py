@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Job:
         ),
         pytest.param(
             "running", 1, "", "", 1,
-            "retryable: killed without a word, at step 50 or later; queued again", AGAIN,
+            "retryable: killed, at step 50 or later; queued again", AGAIN,
             id="all ranks killed",
         ),
         pytest.param(
@@ -73,7 +73,7 @@ def job(tmp_path: Path) -> Job:
         pytest.param("", 0, "", "", 0, "done: all steps made", [], id="no outcome, 0"),
         pytest.param(
             "", 1, "", "", 1,
-            "retryable: exit status 1 without a word in outcome.json; queued again", AGAIN,
+            "retryable: exit status 1; queued again", AGAIN,
             id="no outcome, 1",
         ),
         pytest.param(
@@ -124,7 +124,7 @@ def test_the_outcome_of_an_earlier_attempt_is_not_this_ones(job: Job) -> None:
     job.had(0, "walltime", step=50)
     job.told(status="preempted", attempt=0, step=50, rank=None, reason="x")
     assert job.conclude(1) == 1
-    assert job.reason == "retryable: exit status 1 without a word in outcome.json; queued again"
+    assert job.reason == "retryable: exit status 1; queued again"
     assert (job.folder(1) / "step").read_text() == "50\n"
 
 

@@ -113,8 +113,8 @@ def test_a_node_that_slurm_calls_down_is_the_failing_one(job: Job, noise: str) -
 @pytest.mark.parametrize(
     ("down", "reason", "failing"),
     [
-        ("n2", "lost: the batch script was killed without a word; down: n2", "n2"),
-        ("", "lost: the batch script was killed without a word", "n1"),
+        ("n2", "lost: the batch script was killed; down: n2", "n2"),
+        ("", "lost: the batch script was killed", "n1"),
     ],
 )
 def test_the_next_attempt_says_what_became_of_a_lost_one(

@@ -51,7 +51,7 @@ def outcome(status: str, reason: str = "", rank: str = "", step: str = "7") -> O
         ({"status": 127, "outcome": outcome("retryable", "x")}, "retryable: x"),
         ({"error": FAULT, "earlier": FAULT}, f"fatal: {TWICE}"),
         ({"error": FAULT, "earlier": FAULT._replace(message="KeyError")}, "retryable: exit status"),
-        ({"outcome": outcome("running")}, "retryable: killed without a word, at step 7 or later"),
+        ({"outcome": outcome("running")}, "retryable: killed"),
         ({"outcome": outcome("retryable", "lost", "3")}, "retryable: rank 3: lost"),
     ],
 )  # fmt: skip

@@ -47,7 +47,7 @@ def of(folder: Path, events: Sequence[str] = ("end", "failure"), **receivers: An
     [
         ("done", 0, "end", False, "attempt 0 ended: done: all steps made"),
         ("fatal", 1, "end", True, 'attempt 0 ended: fatal: rank 1: it "said" so; not queued again'),
-        ("retryable", 1, "requeue", True, 'retryable: rank 1: it "said" so; queued again'),
+        ("retryable", 1, "requeue", True, 'failed: rank 1: it "said" so; queued again'),
         ("preempted", 1, "requeue", False, 'preempted: rank 1: it "said" so; queued again'),
     ],
 )
@@ -171,7 +171,7 @@ def test_an_attempt_that_was_killed_before_it_could_tell_is_told_by_the_next(
         job.complete_previous()
     ((_, told),) = receiver.posts
     assert (told["event"], told["failed"], told["attempt"]) == ("requeue", True, 0)
-    assert told["text"].endswith("attempt 0 ended: retryable: so")
+    assert told["text"].endswith("attempt 0 ended: failed: so")
 
 
 NOTICED = "E1128 12:00:{}.5 7 torch/x.py:1] failed (exitcode: {}) local_rank: {} (pid: 9) of x"
@@ -406,8 +406,8 @@ def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None
     assert run.wait(300).state is toolkit.RunState.FAILED
     assert receiver.events == ["requeue", "end"]
     first, last = (post["text"] for _, post in receiver.posts)
-    assert first.startswith(f"{run.name}: attempt 0 ended: retryable: ")
-    assert last.startswith(f"{run.name}: attempt 1 ended: retryable: ")
+    assert first.startswith(f"{run.name}: attempt 0 ended: failed: ")
+    assert last.startswith(f"{run.name}: attempt 1 ended: failed: ")
 
 
 SECRETS = {"HOOK": {"secret": "hooks", "key": "url"}}

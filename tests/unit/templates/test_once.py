@@ -123,7 +123,7 @@ def test_a_failure_keeps_torchruns_status(once: Once) -> None:
     once.torchrun("#!/bin/sh\nexit 7\n")
     assert once.run() == 7
     assert once.left() == {
-        "reason": f"retryable: exit status 7 without a word in outcome.json; {NOT_AGAIN}",
+        "reason": f"retryable: exit status 7; {NOT_AGAIN}",
         "exit_status": "7",
     }
 

@@ -5,7 +5,7 @@ Text is decoded as Latin-1, byte by byte: it may be cut anywhere, and may be no 
 
 import os
 import stat
-from typing import BinaryIO, List
+from typing import BinaryIO, List, Optional
 
 TAIL_BYTES = 65536
 """How much of the end of a log or record is read."""
@@ -33,11 +33,11 @@ def read(path: str, most: int = TAIL_BYTES) -> str:
         return ""
 
 
-def last_lines(path: str, most: int = TAIL_BYTES) -> List[str]:
-    """Return the last lines of a file; the first of them may be cut."""
+def last_lines(path: str, most: int = TAIL_BYTES, end: Optional[int] = None) -> List[str]:
+    """Return the last lines of a file, or of those before a byte; the first of them may be cut."""
     try:
         with open_regular(path) as file:
-            size = file.seek(0, 2)
+            size = file.seek(0, 2) if end is None else end
             file.seek(max(0, size - most))
             text = file.read(most).decode("latin-1")
     except OSError:

@@ -54,11 +54,12 @@ def alike(before: Optional[Failure], now: Failure, *, in_a_row: bool) -> bool:
     if before.kind == "fault" and before.message == now.message:
         return True
     if before.step[:1].isdigit() and before.step == now.step:
-        return _loose(before.message) == _loose(now.message)
+        return loose(before.message) == loose(now.message)
     return in_a_row and before == now
 
 
-def _loose(text: str) -> str:
+def loose(text: str) -> str:
+    """Return a message without numbers and paths."""
     return re.sub("[0-9]+", "#", re.sub('/[^ ,;"]+', "/*", text))
 
 
@@ -158,7 +159,7 @@ def _without_id(word: str) -> str:
 # ---- The files of ranks
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
     """What a rank has left of one start: `NODE/RUN/attempt_N/RANK/NAME`."""
 
     path: str
@@ -172,10 +173,11 @@ class _File(NamedTuple):
 
     @property
     def is_error_file(self) -> bool:
+        """Whether a rank has written it, and not its stderr."""
         return self.path.endswith("/error.json")
 
 
-def _rank_files(folder: str, newer_than_ns: Optional[int]) -> List[_File]:
+def _rank_files(folder: str, newer_than_ns: Optional[int]) -> List[File]:
     """Return the ranks' error files and stderr below a folder, the oldest first."""
     found: List[Tuple[int, str]] = []
     for place, _, names in os.walk(folder):
@@ -199,7 +201,7 @@ def _rank_files(folder: str, newer_than_ns: Optional[int]) -> List[_File]:
         run = start.rpartition("/")[0]
         digits = re.search("[0-9]+$", start)
         number = digits.group() if digits else start
-        files.append(_File(path, rank, number, run, run.rpartition("/")[0]))
+        files.append(File(path, rank, number, run, run.rpartition("/")[0]))
     return files
 
 
@@ -221,7 +223,7 @@ class Attempt(NamedTuple):
     """When the start began, where an attempt has several (a pod); older files are not read."""
 
 
-class _Look:
+class Look:
     """One look at the files of an attempt."""
 
     def __init__(self, attempt: Attempt, folder: str, *, all_ended: bool) -> None:
@@ -263,10 +265,7 @@ class _Look:
         bare = self.died
         for file in self.files:
             last = file.number == self.most[file.run]
-            if start is None:
-                if not last or file.run != self.newest[file.node]:
-                    continue
-            elif file.number != start:
+            if not self._is_last(file) if start is None else file.number != start:
                 continue
             if file.is_error_file:
                 text = _member(read(file.path).split("\n", 1)[0], "message")
@@ -285,6 +284,17 @@ class _Look:
             return None
         step = self._step(start)
         return Failure("bare" if step.isdigit() else "unsure", step, bare)
+
+    def last(self) -> Iterator[File]:
+        """Yield the files of the last start of each node, the oldest first."""
+        return filter(self._is_last, self.files)
+
+    def _is_last(self, file: File) -> bool:
+        return file.number == self.most[file.run] and file.run == self.newest[file.node]
+
+    def made_a_step(self) -> bool:
+        """Whether a step of this attempt is known."""
+        return self._step(None)[:1].isdigit()
 
     def _is_of(self, record: str, start: Optional[str]) -> bool:
         """Whether a record is of this attempt, and of this start."""
@@ -332,7 +342,7 @@ class _Look:
                 made = _member(line, "step") + "+"
         if made:
             return made
-        newest = _newest_checkpoint(self.attempt.run_dir)
+        newest = newest_checkpoint(self.attempt.run_dir)
         return "after " + newest if newest else "-"
 
     def starts(self) -> int:
@@ -340,7 +350,8 @@ class _Look:
         return _number(self.most[self.files[0].run]) + 1 if self.files else 0
 
 
-def _newest_checkpoint(run_dir: str) -> str:
+def newest_checkpoint(run_dir: str) -> str:
+    """Return the name of a run's newest checkpoint, or nothing."""
     folder = run_dir + "/checkpoints"
     times = []
     try:
@@ -354,7 +365,7 @@ def _newest_checkpoint(run_dir: str) -> str:
 
 def last_failure(attempt: Attempt, folder: str) -> Optional[Failure]:
     """Return how the last start of all nodes has failed, once all have ended."""
-    return _Look(attempt, folder, all_ended=True).at(None)
+    return Look(attempt, folder, all_ended=True).at(None)
 
 
 def repeated_failure(attempt: Attempt, folder: str, *, all_ended: bool) -> Optional[Failure]:
@@ -362,7 +373,7 @@ def repeated_failure(attempt: Attempt, folder: str, *, all_ended: bool) -> Optio
 
     `all_ended`: the ranks of the last start have ended, too, so that their stderr is whole.
     """
-    look = _Look(attempt._replace(reports=()), folder, all_ended=all_ended)
+    look = Look(attempt._replace(reports=()), folder, all_ended=all_ended)
     seen: List[Optional[Failure]] = []
     for number in range(look.starts()):
         now = look.at(str(number))

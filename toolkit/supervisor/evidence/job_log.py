@@ -1,9 +1,10 @@
 """What srun, slurmstepd and torchrun have printed into the log of a Slurm job."""
 
+import os
 import re
 from typing import Iterable, List, Optional
 
-from .files import TAIL_BYTES, open_regular
+from .files import TAIL_BYTES, last_lines, open_regular
 from .torchrun_report import LINE
 
 _MOST_LINES = 30000
@@ -43,6 +44,12 @@ class JobLog:
         except OSError:
             pass
         return [*self.lines, unfinished] if unfinished else self.lines
+
+    def tail(self) -> List[str]:
+        """Return the last lines of the attempt, whatever they are."""
+        size = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
+        end = size if self.end is None else min(size, self.end)
+        return last_lines(self.path, min(TAIL_BYTES, max(end - self.begin, 0)), end)
 
     def _keep(self, line: str) -> None:
         if len(self.lines) >= _MOST_LINES:
@@ -89,6 +96,14 @@ def failed_nodes(lines: Iterable[str]) -> List[str]:
 def nodes_without_launch(lines: Iterable[str]) -> List[str]:
     """Return the nodes on which srun could not start a task, as far as it names them."""
     return _found("Task launch for .* failed on node ([^ :]+):", lines)
+
+
+def credential_expired(lines: Iterable[str]) -> bool:
+    """Whether the request to start a task was too old for a node, or came too soon after another.
+
+    For `cred_expire` seconds, a node refuses the job id of a step that it has ended.
+    """
+    return bool(_found("^srun: .*(Job credential) (?:expired|revoked)", lines))
 
 
 def step_was_stopped(lines: Iterable[str]) -> bool:

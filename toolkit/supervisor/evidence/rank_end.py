@@ -85,6 +85,22 @@ def killed_by(number: int) -> str:
         return f"killed by signal {number}"
 
 
+def order(kind: str, time: float) -> Tuple[bool, float]:
+    """Return what failures are sorted by: those that only report another rank's loss come last."""
+    return kind == "echo", time
+
+
+def in_words(
+    kind: str, rank: Optional[int], local_rank: Optional[int], node: str, message: str
+) -> str:
+    """Return the sentence for a rank that has failed."""
+    local = "" if local_rank is None else f"local rank {local_rank}"
+    who = local if rank is None else f"rank {rank}"
+    lost = " has lost another rank, which left no word" if kind == "echo" else ""
+    place = f"{who} on {node}" if who else node
+    return f"{place}{lost}: {message.partition(chr(10))[0]}"
+
+
 def exited(code: int) -> str:
     """Return the sentence for an exit status, negative for a signal, of which no more is known."""
     return killed_by(-code) if code < 0 else f"exit status {code}"

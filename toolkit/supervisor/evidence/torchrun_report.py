@@ -1,6 +1,7 @@
 """What torchrun tells of ranks that have failed: at its end, and in its log (TORCH_LOGS_OUT)."""
 
 import contextlib
+import os
 import re
 import time
 from collections import deque
@@ -149,6 +150,12 @@ def has_exitcode(lines: Iterable[str], status: int) -> bool:
 
 
 def logged_failure(path: str) -> Optional[Reported]:
-    """Return the last rank of which torchrun's log tells that it has failed."""
+    """Return the last rank of which torchrun's log tells that it has failed.
+
+    The log is taken to be in a folder of the pod's name, and to end with the failure.
+    """
     found = _FAILED.findall("\n".join(last_lines(path)))
-    return Reported(0.0, "", -1, int(found[-1][1]), int(found[-1][0])) if found else None
+    if not found:
+        return None
+    host = os.path.basename(os.path.dirname(path))
+    return Reported(os.stat(path).st_mtime, host, -1, int(found[-1][1]), int(found[-1][0]))

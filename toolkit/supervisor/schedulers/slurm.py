@@ -13,6 +13,9 @@ from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
 LIMIT_S = 60.0
 """How long a program may take: a controller that is away answers late, or not at all."""
 
+NO_SUCH_NAME = 2
+"""The exit status of getent for a name that does not exist; not for a server that is away."""
+
 _OUT_OF_USE = ("down", "drain", "drng", "fail", "unk")
 """The beginnings of sinfo's short states of nodes that take no job."""
 
@@ -189,6 +192,11 @@ class Slurm:
                 if any(names):
                     return [name for name in names if name]
         return []
+
+    def resolves(self, node: str) -> bool:
+        """Whether this host finds an address for a node; True where it cannot be asked."""
+        answers = (self._ask("getent", "ahosts", node).status for _ in range(2))
+        return any(status != NO_SUCH_NAME for status in answers)
 
     def down_nodes(self, nodes: str) -> List[str]:
         """Return which nodes of a list are down or do not answer."""
