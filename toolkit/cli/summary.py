@@ -18,6 +18,7 @@ from toolkit.runs.failure import headline
 from toolkit.runs.goodput import BUCKETS, Goodput
 from toolkit.runs.progress import Progress, ProgressReader
 from toolkit.runs.proof_record import exceptions_of
+from toolkit.runs.quiet_nodes import quiet_nodes
 from toolkit.runs.rank_waits import newest_waits
 from toolkit.runs.restarts import in_words, number_of
 from toolkit.runs.run import Run
@@ -101,6 +102,7 @@ def summary_of(
             "progress": {"summary": str(progress), **asdict(progress)} if progress else None,
             "waits_for": _waits_for(run, status, progress),
             "goodput": (goodput or GoodputSoFar()).of(run, status),
+            "nodes": _quiet_nodes(run, status),
             "stall": _stall(run, status),
             "straggler": _straggler(run, status),
             "ranks": _ranks(run, status),
@@ -185,6 +187,13 @@ def _waits_for(run: Run, status: RunStatus, progress: Progress | None) -> str | 
     if status.state is not RunState.RUNNING or run.run_dir is None:
         return None
     return waits_for(run.run_dir, progress)
+
+
+def _quiet_nodes(run: Run, status: RunStatus) -> str | None:
+    """Return which nodes of a running run have given no sign of life for a while."""
+    if status.state is not RunState.RUNNING or run.run_dir is None:
+        return None
+    return quiet_nodes(run.run_dir)
 
 
 def _stall(run: Run, status: RunStatus) -> str | None:

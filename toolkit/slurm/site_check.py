@@ -58,6 +58,9 @@ done
 """
 
 
+_CRED_EXPIRE_S = 120
+"""Slurm's default: for so long a requeued job waits before it starts again."""
+
 _OF_A_PARTITION = {
     *("PartitionName", "Default", "DefaultTime", "MaxNodes", "MaxTime", "State", "TotalNodes")
 }
@@ -141,6 +144,14 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[
             "site-preempt-mode",
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
             "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`",
+        )
+    expire = re.search(r"\bcred_expire=(\d{1,9})", config.get("AuthInfo", ""))
+    if plan.job.retries.requeue and expire and int(expire[1]) > _CRED_EXPIRE_S:
+        yield (
+            "site-cred-expire",
+            f"cred_expire is {format_duration(int(expire[1]))}: after each requeue a job waits so "
+            f"long (BeginTime); ask the administrators for cred_expire={_CRED_EXPIRE_S} or less in "
+            "AuthInfo",
         )
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:

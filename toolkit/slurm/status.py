@@ -58,6 +58,11 @@ _EXPLANATIONS = {
 """Slurm's reasons (squeue manual, JOB REASON CODES), for readers new to Slurm."""
 
 
+_AFTER_REQUEUE = (
+    "BeginTime: after a requeue, Slurm waits until the job's credentials of before have expired "
+    "(cred_expire, 120 s by default)"
+)
+
 WAITS_FOR_TURN = re.compile("Priority|Resources")
 """The reasons of jobs that wait for nothing but their turn."""
 
@@ -152,6 +157,8 @@ def status_of(
         elif not reason or in_words(reason) != reason:  # for which it waited when it was cancelled
             who = "toolkit cancel" if run_directory.cancel_requested(run_dir) else "scancel"
             reason = f"cancelled: by {who}"
+    elif state is RunState.PENDING and reason == "BeginTime" and _began(run_dir):
+        reason = _AFTER_REQUEUE
     elif state is RunState.PENDING:
         reason = in_words(reason)
     elif row.word in ("SUSPENDED", "STOPPED"):
@@ -185,6 +192,10 @@ def status_of(
             word = "" if row.word == "FAILED" else row.word
             reason = ": ".join(filter(None, [word, word and reason, ended.reason]))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
+
+
+def _began(run_dir: Path | None) -> bool:
+    return run_dir is not None and run_directory.has_attempts(run_dir)
 
 
 def in_words(reason: str) -> str:

@@ -1,6 +1,7 @@
 """What `toolkit status` and `toolkit top` say of a run whose ranks are watched."""
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -52,6 +53,22 @@ def test_how_long_the_ranks_wait_for_each_other_is_shown_while_the_run_goes_on(
     assert line in list(summary_lines(summary_of(run)))
     run.told = RunStatus(state=RunState.SUCCEEDED)
     assert summary_of(run)["ranks"] is None
+
+
+def test_a_node_without_a_sign_of_life_is_named_while_others_show_theirs(tmp_path: Path) -> None:
+    folder = tmp_path / "logs/attempt-0"
+    folder.mkdir(parents=True)
+    (folder / "nodes").write_text("n1\nn2\nn3\n")
+    run = run_at(tmp_path)
+    for number, ago_s in enumerate((0, 330, 20)):
+        (folder / f"alive-{number}").write_text("7\n")
+        os.utime(folder / f"alive-{number}", (5000 - ago_s, 5000 - ago_s))
+    line = "no sign of life from n2 for 5 min 30 s; Slurm waits SlurmdTimeout for a lost node"
+    assert f"nodes:     {line}" in list(summary_lines(summary_of(run)))
+    (folder / "ended-1").write_text("0\n")
+    assert summary_of(run)["nodes"] is None
+    run.told = RunStatus(state=RunState.SUCCEEDED)
+    assert summary_of(run)["nodes"] is None
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,11 @@ SITES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], Site]]] = {
         lambda: Site(config=CONFIG.replace("REQUEUE", "CANCEL")),
     ),
     "site-array-size": (
+    "site-cred-expire": (
+        {},
+        {"retries": {"requeue": 1}},
+        lambda: Site(config=f"{CONFIG}AuthInfo = socket=/x,cred_expire=600\n"),
+    ),
         {},
         {"sweep": {"list": [{"env.A": "a"}, {"env.A": "b"}]}},
         lambda: Site(config=LIMITED),

@@ -270,6 +270,15 @@ def test_a_job_that_is_cancelled_while_it_waits_for_its_next_start_is_told_as_th
     assert (status.state, status.reason) == (toolkit.RunState.CANCELLED, f"cancelled: by {who}")
 
 
+def test_what_a_requeued_job_waits_for_is_named(user: User, slurm: Slurm) -> None:
+    run = user.run("a", 1)
+    slurm.rows = user.line("a", 1, "PENDING", reason="BeginTime")
+    assert run.status().reason.startswith("BeginTime: its time to begin has not come")
+    left_behind(run, "retryable", reason="boom")
+    again = user.run("a", 1).status().reason
+    assert again.startswith("BeginTime: after a requeue") and "cred_expire" in again
+
+
 @pytest.mark.parametrize(
     ("outcome", "reason", "row", "state", "text"),
     [
