@@ -1,12 +1,14 @@
 """The command line: `python3 -m toolkit.supervisor ROLE OPTIONS -- torchrun …`."""
 
 import argparse
+import importlib
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 if TYPE_CHECKING:
+    from .containers import Container
     from .supervised import Policy
 
 
@@ -25,98 +27,58 @@ def main(argv: Optional[List[str]] = None) -> int:
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
-    play = {"local": _local, "keep": _keep, "pod": _pod, "batch": _batch, "node": _node}[given.role]
-    return play(given, command)
+    # A script carries the modules of its own roles alone.
+    role: Any = importlib.import_module("." + given.role.replace("keep", "keeper"), __package__)
+    values = {**vars(given), "command": command}
+    if "policy" in role.Options._fields:
+        values["policy"] = _policy(given)
+    if "container" in role.Options._fields:
+        values["container"] = _container(given)
+    if "environ" in role.Options._fields:
+        values["environ"] = dict(given.environ)
+    options = role.Options(**{name: values[name] for name in role.Options._fields})
+    return int(role.main(options))
 
 
-# ---- local
+# ---- The options of the roles: each has the name of its field in `Options`
 
 
 def _add_local(role: argparse.ArgumentParser) -> None:
     role.add_argument("run_dir")
     role.add_argument("mode", nargs="?", default="", choices=["", "continue", "restart"])
-    role.add_argument("--devices", action="append", default=[], help="the GPUs of a node: 0,1")
-    role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
+    role.add_argument("--devices", action="append", required=True, help="the GPUs of a node: 0,1")
+    role.add_argument("--ports", type=_ports, default="61000+4000", help="where the nodes may meet")
     role.add_argument("--static", action="store_true", help="the rendezvous is static")
     _add_policy(role)
 
 
-def _local(given: argparse.Namespace, command: List[str]) -> int:
-    from . import local  # each place has the modules of its own roles alone
-
-    first, _, count = given.ports.partition("+")
-    return local.main(
-        local.Options(
-            run_dir=given.run_dir,
-            mode=given.mode,
-            command=command,
-            devices=given.devices or [""],
-            ports=(int(first), int(count)),
-            static=given.static,
-            policy=_policy(given),
-        )
-    )
-
-
-# ---- keep
-
-
 def _add_keep(role: argparse.ArgumentParser) -> None:
     role.add_argument("run_dir")
-    role.add_argument("--stop-timeout", type=float, default=60.0, help="seconds")
-    role.add_argument("--time-limit", type=float, default=math.inf, help="seconds of an attempt")
+    role.add_argument(
+        "--stop-timeout", dest="stop_timeout_s", type=float, default=60.0, help="seconds"
+    )
+    role.add_argument(
+        "--time-limit", dest="time_limit_s", type=float, default=math.inf, help="of an attempt"
+    )
     role.add_argument("--tied-to", type=int, help="stop when this parent ends")
     role.add_argument("--lock", type=int, help="the descriptor that holds the run's lock")
-
-
-def _keep(given: argparse.Namespace, command: List[str]) -> int:
-    from . import keeper
-
-    return keeper.main(
-        keeper.Options(
-            run_dir=given.run_dir,
-            command=command,
-            stop_timeout_s=given.stop_timeout,
-            time_limit_s=given.time_limit,
-            tied_to=given.tied_to,
-            lock=given.lock,
-        )
-    )
-
-
-# ---- pod
 
 
 def _add_pod(role: argparse.ArgumentParser) -> None:
     role.add_argument("--nodes", type=int, default=1, help="pods of the run, one torchrun each")
     role.add_argument("--elastic", action="store_true", help="fewer pods may do")
-    role.add_argument("--join-timeout", type=int, default=0, help="seconds, until all are there")
-    role.add_argument("--replaced", action="store_true", help="Kubernetes replaces failed pods")
-    role.add_argument("--mark-end", action="store_true", help="tell other pods of a final failure")
-    role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
-    role.add_argument("--env", action="append", default=[], help="NAME=VALUE of the ranks")
-    _add_policy(role)
-
-
-def _pod(given: argparse.Namespace, command: List[str]) -> int:
-    from . import pod
-
-    return pod.main(
-        pod.Options(
-            command=command,
-            policy=_policy(given),
-            nodes=given.nodes,
-            elastic=given.elastic,
-            replaces=given.replaced,
-            marks=given.mark_end,
-            join_timeout_s=given.join_timeout,
-            cgroups=given.cgroups,
-            environ=dict(word.partition("=")[::2] for word in given.env),
-        )
+    _add_join_timeout(role, 0)
+    role.add_argument(
+        "--replaced", dest="replaces", action="store_true", help="Kubernetes replaces failed pods"
     )
-
-
-# ---- batch
+    role.add_argument(
+        "--mark-end", dest="marks", action="store_true", help="tell other pods of a final failure"
+    )
+    role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
+    role.add_argument(
+        "--env", dest="environ", type=_pair, action="append", default=[], help="NAME=VALUE of ranks"
+    )
+    _add_policy(role)
 
 
 def _add_batch(role: argparse.ArgumentParser) -> None:
@@ -124,53 +86,31 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
     role.add_argument("run_dir")
     role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain", "join"])
     role.add_argument("join", nargs="*", help="ATTEMPT ENDPOINT JOB_ID of the run to join")
-    role.add_argument("--ports", default="61000+4000", help="where the nodes may meet")
-    role.add_argument("--min-nodes", type=int, default=0, help="of an elastic job")
-    role.add_argument("--max-nodes", type=int, default=0, help="of an elastic job")
+    role.add_argument("--ports", type=_ports, default="61000+4000", help="where the nodes may meet")
+    role.add_argument("--min-nodes", dest="fewest", type=int, default=0, help="of an elastic job")
+    role.add_argument("--max-nodes", dest="most", type=int, default=0, help="of an elastic job")
     role.add_argument("--point", default="", help="of a sweep, its name")
     role.add_argument("--takes-turns", action="store_true", help="jobs may continue it in turn")
-    role.add_argument("--need-program", action="append", default=[], help="one of NAME,NAME")
-    role.add_argument("--need-image", default="", help="a file")
-    role.add_argument("--signals", default="", help="that came before: USR1 USR2 TERM")
+    role.add_argument(
+        "--need-program", dest="programs", action="append", default=[], help="one of NAME,NAME"
+    )
+    role.add_argument("--need-image", dest="image", default="", help="a file")
+    role.add_argument(
+        "--signals", dest="early", type=str.split, default="", help="that came: USR1 USR2 TERM"
+    )
     role.add_argument("--refuse", default="", help="why the job has ended before torchrun began")
     role.add_argument("--script", default="", help="of an elastic job: who joins it runs that, too")
     _add_policy(role)
 
 
-def _batch(given: argparse.Namespace, command: List[str]) -> int:
-    from . import batch
-
-    first, _, count = given.ports.partition("+")
-    return batch.main(
-        batch.Options(
-            run_dir=given.run_dir,
-            mode=given.mode,
-            command=command,
-            ports=(int(first), int(count)),
-            policy=_policy(given),
-            fewest=given.min_nodes,
-            most=given.max_nodes,
-            point=given.point,
-            takes_turns=given.takes_turns,
-            programs=given.need_program,
-            early=given.signals.split(),
-            image=given.need_image,
-            refuse=given.refuse,
-            script=given.script,
-            join=given.join,
-        )
-    )
-
-
-# ---- node
-
-
 def _add_node(role: argparse.ArgumentParser) -> None:
     """Add what a node of a Slurm step is told."""
     role.add_argument("logs", help="the attempt's folder")
-    role.add_argument("--env", action="append", default=[], help="NAME=VALUE, for the ranks")
+    role.add_argument(
+        "--env", dest="variables", action="append", default=[], help="NAME=VALUE, for the ranks"
+    )
     role.add_argument("--static", action="store_true", help="the rendezvous is static")
-    role.add_argument("--join-timeout", type=int, default=600, help="seconds, of the rendezvous")
+    _add_join_timeout(role, 600)
     role.add_argument("--stall", default="never", help="seconds, learned or never")
     role.add_argument("--protect-children", action="store_true", help="until their rank ends")
     role.add_argument("--elastic", action="store_true", help="the others go on without this node")
@@ -179,43 +119,42 @@ def _add_node(role: argparse.ArgumentParser) -> None:
     role.add_argument("--runtime", default="bare", choices=["bare", "apptainer", "podman"])
     role.add_argument("--image", default="")
     role.add_argument("--name", default="torchrun", help="the container's, and a number")
-    role.add_argument("--mount", action="append", default=[], help="SOURCE:TARGET[:ro]")
+    role.add_argument(
+        "--mount", dest="mounts", action="append", default=[], help="SOURCE:TARGET[:ro]"
+    )
     role.add_argument("--workdir", default="", help="in the container")
     role.add_argument("--gpus", action="store_true", help="the container sees the step's")
     role.add_argument("--shm", default="0", help="size of /dev/shm for podman")
-    role.add_argument("--container-option", action="append", default=[], help="of the runtime")
-    role.add_argument("--pass-variable", action="append", default=[], help="to the container")
+    role.add_argument(
+        "--container-option", dest="options", action="append", default=[], help="of the runtime"
+    )
+    role.add_argument(
+        "--pass-variable", dest="secrets", action="append", default=[], help="to the container"
+    )
 
 
-def _node(given: argparse.Namespace, command: List[str]) -> int:
-    from . import node
+def _add_join_timeout(role: argparse.ArgumentParser, default: int) -> None:
+    what = "seconds, until all are there"
+    role.add_argument("--join-timeout", dest="join_timeout_s", type=int, default=default, help=what)
+
+
+def _ports(word: str) -> Tuple[int, int]:
+    """Return the first port, and how many there are, of FIRST+COUNT."""
+    first, _, count = word.partition("+")
+    return int(first), int(count)
+
+
+def _pair(word: str) -> Tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
+
+
+def _container(given: argparse.Namespace) -> "Optional[Container]":
     from .containers import Container
 
-    container = Container(
-        runtime=given.runtime,
-        image=given.image,
-        name=given.name,
-        mounts=given.mount,
-        workdir=given.workdir,
-        gpus=given.gpus,
-        shm=given.shm,
-        options=given.container_option,
-        secrets=given.pass_variable,
-    )
-    options = node.Options(
-        logs=given.logs,
-        command=command,
-        variables=given.env,
-        static=given.static,
-        join_timeout_s=given.join_timeout,
-        stall=given.stall,
-        protect_children=given.protect_children,
-        elastic=given.elastic,
-        joins=given.joins,
-        restarts=given.restarts,
-        container=None if given.runtime == "bare" else container,
-    )
-    return node.main(options)
+    if given.runtime == "bare":
+        return None
+    return Container(**{name: getattr(given, name) for name in Container._fields})
 
 
 # ---- What all roles have in common

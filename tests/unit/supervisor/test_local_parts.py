@@ -136,6 +136,6 @@ def test_the_first_failure_stops_the_others_and_one_that_does_not_stop_is_killed
 
 def test_a_command_line_without_torchrun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        command_line.main(["local", "run", "--job=j"])
+        command_line.main(["local", "run", "--job=j", "--devices="])
     assert ended.value.code == 2
     assert "torchrun and its arguments must follow a '--'" in capsys.readouterr().err
