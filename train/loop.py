@@ -15,6 +15,7 @@ from .model import sparse
 from .model.evaluation import EvaluationStopped, batch_size, measure
 from .model.gradients import clip, total_norm
 from .model.optimizer import LearningRate
+from .model.recomputation import attributes_of, changed_attributes, left_alone
 from .parallel.base import Sums, full
 from .parallel.consistency import Untrained, check_data, some_of
 from .profiling.capture import Profiler
@@ -74,7 +75,8 @@ class Trainer:
         check_data(self.train, self.test, self.group, task=self.task.name)
         first = torch.arange(min(self.config.global_batch, self.samples))
         shares = self.train.take(first).split_into(self.strategy.shards * self.micro_batches)
-        self.strategy.warm_up(shares[0])
+        with left_alone(self.task):
+            self.strategy.warm_up(shares[0])
         self.saver.resume(self.progress)
 
     def run(self) -> bool:
@@ -82,7 +84,7 @@ class Trainer:
         progress, every = self.progress, self.config.checkpoint_every
         stop = self.group.sum([self.stop.requested])[0] > 0
         evaluated = self._evaluated_epoch()
-        first = progress.step + 1
+        first, of_task = progress.step + 1, attributes_of(self.task)
         while progress.step < progress.steps:
             # Ranks that have drifted apart are neither measured nor saved.
             if self.strategy.settled(progress.step):
@@ -107,6 +109,7 @@ class Trainer:
             self.stop.wait_for_the_loop()
             if progress.step == first:
                 self._name_untrained_of_task()
+                self._name_attributes_of_task(of_task)
                 self.saver.watch.check_names(progress.step)
         self.strategy.finish()
         self.close()
@@ -307,6 +310,15 @@ class Trainer:
                 "or detach() it"
             )
 
+    def _name_attributes_of_task(self, before: dict[str, object]) -> None:
+        """Say it if the loss changes what no checkpoint holds."""
+        if names := changed_attributes(before, attributes_of(self.task)):
+            self.console.say(
+                f"loss() changes {some_of(names)} of the task, which no checkpoint holds: a start "
+                "that resumes begins with what the task has then; if the loss depends on it, make "
+                "it a buffer of the model"
+            )
+
     def _gradients_are_good(self) -> bool:
         """Clip; say whether a step may be made. Whole runs without clipping or fp16 pay nothing."""
         if self.config.clip_norm is None and not self.scaler.enabled:
@@ -329,11 +341,12 @@ class Trainer:
 
     def measure(self) -> dict[str, float]:
         """Measure on the whole test set."""
-        return measure(
-            *(self.task, self.strategy, self.group, self.test),
-            batch=batch_size(self.config, self.strategy),
-            stop_requested=lambda: self.stop.requested,
-        )
+        with left_alone(self.task):
+            return measure(
+                *(self.task, self.strategy, self.group, self.test),
+                batch=batch_size(self.config, self.strategy),
+                stop_requested=lambda: self.stop.requested,
+            )
 
     def evaluate(self) -> bool:
         """Measure on the test set, and say so; False if a stop request has ended it early."""

@@ -95,8 +95,7 @@ def train(
                 trainer.resume()
             step = progress.step
             group.on_rank_0(lambda: adopt(directory, identity, step, console))
-            if step == 0:
-                before_training(parts, directory, console)
+            before_training(parts, directory, console, step=step)
             if config.tensorboard == "auto" and rank_info.rank == 0:
                 directory.event_file = EventFile(
                     directory.path,

@@ -7,8 +7,8 @@ starts elsewhere and gives the gradient of other activations, and moves them onc
 """
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,21 +42,53 @@ def recompute(module: nn.Module, name: str = "") -> None:
     module.forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Return what a module keeps in Python, such as a number of passes."""
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+def plain_attributes(owner: object) -> dict[str, object]:
+    """Return what a module or task keeps in Python, such as a number of passes."""
+    return {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
 
 
-def held_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Copy small tensors that a module keeps as attributes, such as its last activation.
+def held_tensors(owner: object) -> dict[str, Tensor]:
+    """Copy small tensors that a module or task keeps as attributes, such as its last activation.
 
     Not those with a gradient, such as views of weights, which lead to the parameters.
     """
     return {
         name: value.detach().clone()
-        for name, value in vars(module).items()
+        for name, value in vars(owner).items()
         if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= SMALL
     }
+
+
+def attributes_of(owner: object) -> dict[str, object]:
+    """Return both, to be compared by `changed_attributes()`."""
+    return plain_attributes(owner) | held_tensors(owner)
+
+
+def changed_attributes(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    """Name the attributes that have come or changed."""
+
+    def same(one: object, other: object) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.equal(other)
+        return type(one) is type(other) and one == other
+
+    return [name for name, value in after.items() if not same(value, before.get(name))]
+
+
+@contextmanager
+def left_alone(owner: object) -> Iterator[None]:
+    """Put back attributes after passes that shall leave no trace, as a loss may count its calls."""
+    own, before = vars(owner), attributes_of(owner)
+    given = {name: own[name] for name in before}
+    try:
+        yield
+    finally:
+        for name in attributes_of(owner).keys() - before.keys():
+            del own[name]
+        for name, value in before.items():
+            own[name] = given[name]
+            if isinstance(value, Tensor):
+                given[name].copy_(value)
 
 
 @dataclass

@@ -5,14 +5,19 @@ kinds of models are refused by the checks of strategies (`train.parallel`), whic
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.order import Batch
-from ..model.recomputation import held_tensors, plain_attributes
+from ..model.recomputation import attributes_of, changed_attributes
 from .comparison import STEPS, Difference
 from .mixing import Snapshot
+
+if TYPE_CHECKING:
+    from ..tasks.base import Task
 
 UNKNOWN = (
     "the cause is not known; what a pass through the model depends on, beside its inputs and its "
@@ -38,12 +43,14 @@ class Observations:
     """Buffers with `persistent=False` that it does."""
     remembered: tuple[str, ...] = ()
     """Attributes of modules that it does."""
+    remembered_by_task: tuple[str, ...] = ()
+    """Attributes of the task that the loss does."""
     in_several_places: tuple[tuple[str, str, str], ...] = ()
     """Buffers and attributes that it changes of a module with several places, and two of these."""
 
 
-def observe(model: nn.Module, samples: Batch) -> Observations:
-    """Look at a new plain model, and at what passes in training do to it."""
+def observe(model: nn.Module, samples: Batch, task: "Task") -> Observations:
+    """Look at a new plain model, and at what passes in training do to it and to the task."""
     model.train()
     parameters = dict(model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
@@ -52,8 +59,11 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     saved = model.state_dict().keys()
     snapshot, attributes = Snapshot(model), _attributes(model)
+    of_task = attributes_of(task)
     for _ in range(STEPS):
-        model(samples.inputs)
+        outputs = model(samples.inputs)
+        with suppress(Exception):
+            task.loss(outputs, samples.targets)
     written = tuple(
         name
         for name, (value, version) in values.items()
@@ -61,9 +71,7 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
     )
     now = dict(model.named_buffers())
     moved = [name for name, before in buffers.items() if not now[name].equal(before)]
-    remembered = tuple(
-        name for name, value in _attributes(model).items() if not _same(value, attributes.get(name))
-    )
+    remembered = tuple(changed_attributes(attributes, _attributes(model)))
     snapshot.put_back()
     places: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -90,6 +98,7 @@ def observe(model: nn.Module, samples: Batch) -> Observations:
         moved=tuple(name for name in moved if name in saved),
         moved_unsaved=tuple(name for name in moved if name not in saved),
         remembered=remembered,
+        remembered_by_task=tuple(changed_attributes(of_task, attributes_of(task))),
         in_several_places=several,
     )
 
@@ -99,14 +108,8 @@ def _attributes(model: nn.Module) -> dict[str, object]:
     return {
         f"{name}.{attribute}".removeprefix("."): value
         for name, module in model.named_modules()
-        for attribute, value in (plain_attributes(module) | held_tensors(module)).items()
+        for attribute, value in attributes_of(module).items()
     }
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.equal(other)
-    return type(one) is type(other) and one == other
 
 
 def likeliest(difference: Difference, seen: Observations) -> str:
@@ -144,6 +147,11 @@ def otherwise(seen: Observations) -> str:
             f"forward() changes attribute {some(seen.remembered)}, which each rank, stage and "
             "micro-batch does by its own passes and samples; use a buffer of floats, of which "
             "ranks take the mean after each step, make it an input, or use another strategy"
+        )
+    if seen.remembered_by_task:
+        return (
+            f"loss() changes attribute {some(seen.remembered_by_task)} of the task, which each "
+            "rank does by its own calls; keep it in a buffer of the model"
         )
     return UNKNOWN
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -255,7 +256,7 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
     batch = data.part(0, max(cut.batch, SAMPLES)).to(other.group.device)
     one = trial.parts_of_one_process(other)
     try:
-        seen = observe(one.model(), batch)
+        seen = observe(one.model(), batch, copy(one.task))
         cause = likeliest(difference, seen)
         if cause != UNKNOWN:
             return cause

@@ -1,8 +1,10 @@
 """When a run is proved, what it says about the proof, and what is recorded.
 
-A run is proved at its first start, before the first step. `--verify-only` does that and no more.
+A run is proved before its first step, and again at a start that trains in another way, such as on
+other ranks or by another schedule. `--verify-only` does that and no more.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,8 +33,18 @@ _COPIES = 6
 """In double precision: weights, gradients, two moments, the state of one process, a change."""
 
 
-def before_training(parts: Parts, directory: RunDirectory, console: Console) -> None:
-    """Prove a run that makes its first step now, unless it need not or cannot be proved.
+WAY = (
+    "accept", "activation_checkpointing", "cp_method", "cpu_offload", "devices", "gradient_sync",
+    "local_steps", "loss_parallel", "meta_init", "pp_schedule", "ps_mode", "reduce", "staleness",
+    "sync_batch_norm", "virtual_shards",
+)  # fmt: skip
+"""Settings that change what a proof is of, beside strategy, layout and the cut of batches."""
+
+
+def before_training(
+    parts: Parts, directory: RunDirectory, console: Console, *, step: int = 0
+) -> None:
+    """Prove a run that goes on from a step, unless it need not or cannot be proved, or has been.
 
     All ranks call this.
 
@@ -42,6 +54,9 @@ def before_training(parts: Parts, directory: RunDirectory, console: Console) -> 
     """
     config = parts.config
     if config.verify is False or not is_cut(config, parts.layout, parts.group.rank_info):
+        return
+    way = way_of(parts)
+    if step and parts.group.broadcast(way == _proved_way(directory)):
         return
     verdict = _verdict(parts)
     if verdict.problem:
@@ -56,12 +71,35 @@ def before_training(parts: Parts, directory: RunDirectory, console: Console) -> 
         "missing": verdict.missing,
         "accepted": list(verdict.accepted),
         "seconds": round(verdict.seconds, 3),
+        "way": way,
     }
     details = {name: record[name] for name in ("equal", "missing", "accepted", "seconds")}
-    directory.event("proof", step=0, **details)
+    directory.event("proof", step=step, **details)
     parts.group.on_rank_0(
         lambda: write_atomically(directory.path / RECORD, dump(record, indent=2) + "\n")
     )
+
+
+def way_of(parts: Parts) -> dict[str, object]:
+    """Return what tells one way to train from another; settings that are not the default."""
+    config, layout = parts.config, parts.layout
+    strategy = config.strategy_on(parts.group.rank_info)
+    cut = Cut.of(config, layout, strategy)
+    chosen = {name: getattr(config, name) for name in WAY}
+    return {
+        "strategy": strategy,
+        "layout": str(layout),
+        "passes": [cut.shards, cut.real_micro_batches, cut.per_pass],
+        **{name: value for name, value in chosen.items() if value != getattr(Config, name)},
+    }
+
+
+def _proved_way(directory: RunDirectory) -> object:
+    """Return the way of the last proof that is recorded, if any."""
+    with suppress(OSError, ValueError):
+        record = json.loads((directory.path / RECORD).read_text(encoding="utf-8"))
+        return record.get("way") if isinstance(record, dict) else None
+    return None
 
 
 def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:

@@ -87,6 +87,7 @@ TWO: list[Case] = [
     ("CountedLate", EXACT, r".* writes middle\.0\.count, whole numbers, in each virtual shard .*"),
     # A loss that reads the model's weights, or a teacher's.
     *(("Decayed", how, RIGHT) for how in (DDP, EXACT)),
+    *(("Annealed", how, RIGHT) for how in (DDP, FSDP)),
     *(
         ("Decayed", how, r".*loss\(\) of task 'kind' reads parameter '\w+\.[\w.]+' of the model.*")
         for how in (FSDP, TP, PP, ZB)

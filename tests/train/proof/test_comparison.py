@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.train.support import proved
+from tests.train.support import kinds, proved
 from train.proof.causes import UNKNOWN, Observations, likeliest, observe, otherwise
 from train.proof.comparison import Bounds, Difference, State, first_difference
 
@@ -113,7 +113,7 @@ def of(name: str, kind: str = "parameter") -> Difference:
 def observed(task: proved.Plain) -> Observations:
     torch.manual_seed(0)
     model = task.model()
-    found = observe(model, task.train().part(0, 4))
+    found = observe(model, task.train().part(0, 4), task)
     # It can go on from here.
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
@@ -178,6 +178,7 @@ class Twice(proved.Plain):
 @pytest.mark.parametrize(
     ("task", "text"),
     [
+        (kinds.Annealed, "loss() changes attribute 'calls' of the task"),
         (Twice, "forward() changes '1.turns', and its module is used as '1' and as '3'"),
         (proved.with_layer(lambda: Turns(recalls=False)), "forward() changes attribute '1.turns'"),
         (proved.with_layer(lambda: Turns(recalls=True)), "forward() changes attribute '1.last'"),

@@ -51,9 +51,11 @@ def test_a_first_start_is_proved_or_refused_and_a_later_one_goes_on(tmp_path: Pa
     record = json.loads((tmp_path / "a/proof.json").read_text())
     assert record["equal"] is True and record["accepted"] == ["batch-norm"]
     assert [event["accepted"] for event in events(tmp_path / "a", "proof")] == [["batch-norm"]]
-    # No proof of a run that goes on: its first steps are made.
-    longer = train(tmp_path / "a", "Normed", *CUT, "--steps", "3")
+    # A run that goes on has been proved, unless it goes on in another way.
+    longer = train(tmp_path / "a", "Normed", *CUT, "--accept", "batch-norm", "--steps", "3")
     assert longer.status == 0 and "proof: " not in longer.output, longer.output
+    other = train(tmp_path / "a", "Normed", "--micro-batch", "4", "--steps", "4")
+    assert other.status == 2 and "the batch is split into 2 passes" in other.output, other.output
 
 
 def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) -> None:
