@@ -97,17 +97,19 @@ def summary_of(
     if not run.points:
         status = status or run.status()
         failure = _failure(run) if status.state is RunState.FAILED else None
-        progress = _progress(run, status, {})
+        live = _live_dir(run, status)
+        progress = _progress(run, live, {})
+        left_out = live if status.state is RunState.RUNNING else run.run_dir
         return _summary(run, status) | {
             "progress": {"summary": str(progress), **asdict(progress)} if progress else None,
             "waits_for": _waits_for(run, status, progress),
             "goodput": (goodput or GoodputSoFar()).of(run, status),
             "nodes": _quiet_nodes(run, status),
-            "stall": _stall(run, status),
-            "straggler": _straggler(run, status),
-            "ranks": _ranks(run, status),
+            "stall": _hidden(run, newest_stall(live)) if live else None,
+            "straggler": _hidden(run, newest_straggler(live)) if live else None,
+            "ranks": _ranks(live),
             "proof": _proof(run),
-            "log_pattern": _left_out(run, status),
+            "log_pattern": _hidden(run, steps_left_out(left_out)) if left_out else None,
             "restarts": _restarts(run),
             "failure": failure,
         }
@@ -173,12 +175,21 @@ def _metrics(folder: Path | None) -> dict[str, Any]:
         return {"metrics": None, "unread": str(error)}
 
 
-def _progress(run: Run, status: RunStatus, readers: dict[str, ProgressReader]) -> Progress | None:
+def _live_dir(run: Run, status: RunStatus) -> Path | None:
+    """Return where the records of a running run can be read."""
+    return run.live_dir() if status.state is RunState.RUNNING else None
+
+
+def _hidden(run: Run, text: str | None) -> str | None:
+    return text and mask_of(run.run_dir).hide(text)
+
+
+def _progress(run: Run, live: Path | None, readers: dict[str, ProgressReader]) -> Progress | None:
     """Return how far a run is, while it runs and where its records can be read."""
-    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
+    if live is None:
         return None
     if run.uri not in readers:
-        readers[run.uri] = ProgressReader(folder)
+        readers[run.uri] = ProgressReader(live)
     return readers[run.uri].progress()
 
 
@@ -196,34 +207,9 @@ def _quiet_nodes(run: Run, status: RunStatus) -> str | None:
     return quiet_nodes(run.run_dir)
 
 
-def _stall(run: Run, status: RunStatus) -> str | None:
-    """Return why a running run is stalled."""
-    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
-        return None
-    why = newest_stall(folder)
-    return why and mask_of(run.run_dir).hide(why)
-
-
-def _straggler(run: Run, status: RunStatus) -> str | None:
-    """Return which rank of a running run is slower than the others."""
-    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
-        return None
-    why = newest_straggler(folder)
-    return why and mask_of(run.run_dir).hide(why)
-
-
-def _left_out(run: Run, status: RunStatus) -> str | None:
-    """Return how many lines `log_pattern` has left out; of pods, while they run."""
-    folder = run.live_dir() if status.state is RunState.RUNNING else run.run_dir
-    why = steps_left_out(folder) if folder else None
-    return why and mask_of(run.run_dir).hide(why)
-
-
-def _ranks(run: Run, status: RunStatus) -> dict[str, Any] | None:
+def _ranks(live: Path | None) -> dict[str, Any] | None:
     """Return how long the ranks of a running run wait for each other."""
-    if status.state is not RunState.RUNNING or (folder := run.live_dir()) is None:
-        return None
-    waits = newest_waits(folder)
+    waits = newest_waits(live) if live else None
     return {"summary": str(waits), **asdict(waits)} if waits else None
 
 
@@ -318,12 +304,12 @@ def top_rows(
     """
     rows = []
     for run, status in runs:
-        reason = mask_of(run.run_dir).hide(status.reason).partition("\n")[0]
-        stall = f"stalled: {why}" if (why := _stall(run, status)) else ""
-        progress = _progress(run, status, readers)
+        reason, live = status.reason.partition("\n")[0], _live_dir(run, status)
+        progress = _progress(run, live, readers)
         waits = f"waits for {what}" if (what := _waits_for(run, status, progress)) else ""
-        notes = [waits, stall, _straggler(run, status), reason]
-        note = "; ".join(filter(None, notes))
+        stall = f"stalled: {why}" if live and (why := newest_stall(live)) else ""
+        notes = [stall, newest_straggler(live) if live else "", reason]
+        note = "; ".join(filter(None, [waits, *(_hidden(run, note) for note in notes)]))
         rows.append(Row(name=run.name, state=status.state, progress=progress, note=note))
     return rows
 
