@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import os
-import re
 import sys
 from typing import List, Optional, Sequence
 
@@ -11,6 +10,7 @@ from .evidence.cause import Cause, Logs, cause_of, few_gpus
 from .evidence.files import read
 from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, from_line, last_failure
+from .evidence.memory import oom_kills_of_container
 from .evidence.repeated import Repetitions, earlier_alike
 from .evidence.torchrun_report import logged_failure
 from .policy import Counts, Evidence, Verdict
@@ -108,10 +108,7 @@ class PodFolder(Evidence):
 
     def out_of_memory(self) -> Optional[str]:
         """Where the kernel has killed a process of this container, which a cgroup counts."""
-        for name in ("memory.events", "memory/memory.oom_control"):  # of version 2 or 1
-            if re.search("^oom_kill [1-9]", read(os.path.join(self._cgroups, name)), re.MULTILINE):
-                return ""
-        return None
+        return "" if oom_kills_of_container(self._cgroups) else None
 
     def cause(self) -> Optional[Cause]:
         """What has failed first in any pod of the attempt."""

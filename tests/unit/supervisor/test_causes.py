@@ -20,8 +20,9 @@ from tests.support.ending_batch import Job, handlers_kept
 from tests.support.told_run import run_at
 from toolkit.cli import output
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
+from toolkit.kubernetes.pods import last_words
 from toolkit.runs import report, run_directory
-from toolkit.supervisor import local
+from toolkit.supervisor import local, pod
 from toolkit.supervisor.evidence.cause import LOOPBACK
 from toolkit.supervisor.notify import Receivers
 from toolkit.supervisor.policy import Limits
@@ -389,3 +390,51 @@ def test_the_cause_is_the_reason_on_slurm(
     assert re.fullmatch(re.escape(cause) + "; not queued again.*", sentence)
     assert {text for _, text in place.sentences(capsys)} == {sentence}
     assert not re.search("retryable|without a word", sentence)
+
+
+# ---- Pods
+
+PODS: dict[str, tuple[str, str]] = {
+    "an exception": (
+        ONE + "raise ValueError('bad batch')", "failed: rank 1 on t-0: ValueError: bad batch",
+    ),
+    "killed": (
+        KILL + ONE + "os.kill(os.getpid(), signal.SIGKILL)",
+        "failed: rank 1 on t-0: killed by SIGKILL",
+    ),
+    "a missing module": (
+        "import torchvison",
+        "fatal: rank [01] on t-0: ModuleNotFoundError: No module named 'torchvison'; "
+        "no node can start it",
+    ),
+    "an argument": (
+        REFUSES,
+        "fatal: rank [01] on t-0: exit status 2: train.py: error: unrecognized arguments: "
+        "--epoch 3: another start would end like this one",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_the_cause_is_the_reason_in_pods(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that the kubelet keeps, the pod's file and the notification."""
+    script, cause = PODS[name]
+    (folder / "train.py").write_text(script)
+    for variable, value in {"HOSTNAME": "t-0", "TRAIN_RUN_DIR": str(folder / "run")}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("TORCH_LOGS_OUT", raising=False)
+    command = ["torchrun", "--nproc-per-node=2", "train.py"]
+    options = pod.Options(command, POLICY._replace(limits=Limits(0)), cgroups=str(folder))
+    with handlers_kept():
+        status = pod.main(options)
+    last = capsys.readouterr().err.strip().split("\n")[-1]
+    assert re.fullmatch(f"torchrun ended with 1; {_pattern(cause)}; not started again.*", last)
+    assert last.endswith(f": {status}")
+    words = last_words(last)
+    assert (words.word, words.verdict) == (cause.partition(":")[0], last)
+    logs = folder / "run/logs/attempt-0"
+    assert (logs / "t-0/ended").read_text() == last + "\n"
+    text = json.loads((logs / "notified-end.json").read_text())["text"]
+    assert text.endswith(" ended: " + last.partition("; ")[2].rpartition(": ")[0])

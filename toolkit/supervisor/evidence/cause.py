@@ -96,7 +96,8 @@ class _Ranks:
         self.base: Dict[str, int] = {}
         """The first rank of a node, by its name."""
         for one in logs.reported:
-            self.base.setdefault(one.host, one.rank - one.local_rank)
+            if one.rank >= 0:
+                self.base.setdefault(one.host, one.rank - one.local_rank)
 
     def failures(self) -> List[RankFailure]:
         """Return how ranks have failed: the reported ones, and others that have raised an error."""

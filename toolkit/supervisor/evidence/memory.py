@@ -27,8 +27,17 @@ def oom_kills(membership: str = "/proc/self/cgroup", mount: str = CGROUPS) -> in
             continue
         place, name = _FILES[controllers]
         counts = read(f"{mount}{place}{path}/{name}") or read(f"{mount}{place}/{name}")
-        kills += sum(_number(each[9:]) for each in counts.split("\n") if each[:9] == "oom_kill ")
+        kills += _kills_in(counts)
     return kills
+
+
+def oom_kills_of_container(mount: str) -> int:
+    """Return how many processes of a container were killed, whose cgroup is the root it sees."""
+    return sum(_kills_in(read(f"{mount}{place}/{name}")) for place, name in _FILES.values())
+
+
+def _kills_in(counts: str) -> int:
+    return sum(_number(each[9:]) for each in counts.split("\n") if each[:9] == "oom_kill ")
 
 
 def _number(text: str) -> int:
