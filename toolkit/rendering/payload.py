@@ -45,6 +45,9 @@ sys.exit(main())
 ROLES = {"slurm": ("batch", "node"), "kubernetes": ("pod",), "local": ("local",)}
 """The roles that the supervisor has at each kind of site."""
 
+_ONLY = {"inside.sh": "slurm", "watchdog/trainer_status.py": "kubernetes"}
+"""What one kind of site alone needs: containers on Slurm, TrainJobs."""
+
 
 class Payload:
     """The supervisor as templates see it; it is packed when a template first needs it."""
@@ -88,6 +91,7 @@ def archive(kind: str) -> bytes:
     folder = Path(__file__).parent.parent / "supervisor"
     wanted = {folder / "__init__.py", folder / "__main__.py", *folder.glob("*.sh")}
     wanted |= {path for path in folder.glob("watchdog/*") if path.suffix in (".py", ".sh")}
+    wanted -= {folder / name for name, only in _ONLY.items() if only != kind}
     unread = [folder / "notify.py", folder / "supervised.py"]
     unread += [folder / f"{role}.py" for role in ROLES[kind]]
     while unread:
