@@ -398,7 +398,7 @@ def test_no_file_outside_is_shown_as_a_log(tmp_path: Path) -> None:
     assert "PRIVATE" not in program("logs", str(run_dir)).stdout
 
 
-ODD_RECORDS = [
+ODD_RECORDS: list[dict[str, Any]] = [
     {"created": None},
     {"created": "x"},
     {"created": 1e300},

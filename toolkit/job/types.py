@@ -337,7 +337,16 @@ SupervisorPlace = Annotated[
         "write carried, installed, or the absolute path of the supervisor's file",
     ),
 ]
-"""Where scripts and pods find the supervisor."""
+"""Where pods find the supervisor."""
+
+SupervisorOrNone = Annotated[
+    Text,
+    *matching(
+        r"carried|installed|none|/\S*[^\s/]",
+        "write carried, installed, none, or the absolute path of the supervisor's file",
+    ),
+]
+"""Where batch scripts find the supervisor, if they have one."""
 
 AbsolutePath = Annotated[
     Text,

@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.job.spec import JobSpec, leaked_secrets
-from toolkit.planning.plans import REQUEUE_MARGIN_S, SCRIPT_VARIABLES, is_told, notify_of, refusal
+from toolkit.planning.plans import (
+    REQUEUE_MARGIN_S,
+    SCRIPT_VARIABLES,
+    is_told,
+    name_attempt,
+    notify_of,
+    refusal,
+)
 from toolkit.profile import leaks_of
 from toolkit.text.quantities import format_duration, format_size
 
 if TYPE_CHECKING:
-    from toolkit.profile import Profile
+    from toolkit.profile import Profile, SlurmProfile
 
 _WORKERS_MAX = 4096
 """Workers on one machine: more than any has processors for, and few enough to be started."""
@@ -87,6 +94,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
         if profile.runtime != "bare":
             yield from _image_missing(job, profile)
             yield from slurm.container_problems(job, profile)
+        if profile.supervisor == "none":
+            yield from _without_supervisor(job, profile)
         yield from _overwritten_secrets(job)
         yield from _stop_too_long(
             job,
@@ -113,6 +122,27 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
         )
         yield from _image_missing(job, profile)
         yield from kubernetes_problems(job, profile, run_name)
+
+
+def _without_supervisor(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]:
+    """Yield what a batch script cannot do whose torchruns have no supervisor."""
+    asked: list[tuple[bool, str, tuple[str, ...]]] = [
+        (job.resources.elastic, "nnodes with min and max", ("resources", "nnodes")),
+        (bool(job.stall_timeout_s), "stall_timeout", ("stall_timeout",)),
+        (bool(job.log_pattern), "log_pattern", ("log_pattern",)),
+        (job.carried, "a function", ()),
+        (notify_of(job, profile) is not None, "notify", ("notify",) if job.notify else ()),
+        (profile.runtime in ("apptainer", "podman"), f"runtime {profile.runtime}", ()),
+        (name_attempt(job.entry), "$TRAIN_ATTEMPT in args", ("args",)),
+    ]
+    for is_asked, what, place in asked:
+        if is_asked:
+            yield refusal(
+                "needs-supervisor",
+                f"{what} needs the supervisor, and profile {profile.name!r} says supervisor: none; "
+                "write supervisor: carried, or leave it out",
+                *place,
+            )
 
 
 def _log_pattern_problems(job: JobSpec) -> Iterator[Problem]:

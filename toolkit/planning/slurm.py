@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import PurePosixPath
 
-from toolkit.errors import Problem
+from toolkit.errors import PlanError, Problem
 from toolkit.job.sbatch_options import merged
 from toolkit.job.spec import JobSpec, Mount
 from toolkit.job.sweep import Point, Sweep
@@ -112,10 +112,17 @@ class SlurmPlan(plans.LaunchPlan):
     @property
     def takes_turns(self) -> bool:
         """Whether several jobs may continue one run in turn with this script: a chain."""
-        return not self.points and (self.chain or self.job.retries.requeue > 0)
+        follows = self.chain or self.job.retries.requeue > 0
+        return self.supervised and not self.points and follows
 
     def in_turns(self) -> "SlurmPlan":
-        """Return this plan for a chain: several jobs that continue one run in turn."""
+        """Return this plan for a chain: several jobs that continue one run in turn.
+
+        Raises:
+            PlanError: the script has no supervisor, which tells a run that has ended.
+        """
+        if not self.supervised:
+            raise PlanError(f"a chain needs a supervisor; profile {self.profile.name!r} has none")
         return replace(self, chain=True)
 
     @property
@@ -134,6 +141,11 @@ class SlurmPlan(plans.LaunchPlan):
     def image_file(self) -> str | None:
         """The path of the image, which must exist where the script runs; None for a name."""
         return self.image if self.image is not None and self.image.startswith("/") else None
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor starts srun and torchrun."""
+        return self.profile.supervisor != "none"
 
     @property
     def supervisor(self) -> str | None:
@@ -204,10 +216,16 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
             f"(KillWait of profile {profile.name!r}), less than stop.grace "
             f"{format_duration(job.stop.grace_s)}; a checkpoint that takes longer is lost then"
         )
+    supervised = profile.supervisor != "none"
+    if not supervised:
+        notes.append(
+            f"profile {profile.name!r} has no supervisor: torchrun restarts ranks "
+            f"{job.retries.in_job} times; no failed job starts again, and no hanging rank is found"
+        )
     return SlurmPlan(
         job=job,
         profile=profile,
-        torchrun=plans.torchrun_options(job, numbered=True),
+        torchrun=plans.torchrun_options(job, numbered=supervised),
         env=plans.environment(job, profile),
         secrets=job.secrets,
         notes=tuple(notes),

@@ -117,10 +117,11 @@ class SlurmProfile(SiteProfile):
     """The virtual environment to activate; a relative path is below the submit folder, or below
     `remote_dir`."""
 
-    supervisor: types.SupervisorPlace = "carried"
+    supervisor: types.SupervisorOrNone = "carried"
     """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in
     the script, `installed` with the toolkit in the venv or image, or the path of its file on a
-    shared file system. It needs Python 3.6, in containers 3.8."""
+    shared file system. It needs Python 3.6, in containers 3.8. With `none`, srun starts torchrun,
+    and nothing restarts a failed job, finds hanging ranks, or writes why a run has ended."""
 
     @property
     def host(self) -> str:

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
     "secrets-unset": ("secrets:\n- NOWHERE\n", LOCAL, 4),
     "secret-file-open": ("secrets: {A: {file: /proc/version}}\n", LOCAL, 4),
     "elastic-without-restarts": ("resources:\n  nnodes: {min: 1, max: 2}\n", SLURM, 5),
+    "needs-supervisor": ("stall_timeout: 60s\n", f"{SLURM}supervisor: none\n", 4),
     "elastic-gpus-per-task": (
         "resources: {nnodes: {min: 1, max: 2}, gpus_per_node: 1}\nretries: {in_job: 1}\n",
         f"{SLURM}gpus_flag: gpus-per-task\n",
@@ -169,12 +170,12 @@ SITES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], Site]]] = {
         {"retries": {"requeue": 1}},
         lambda: Site(config=CONFIG.replace("REQUEUE", "CANCEL")),
     ),
-    "site-array-size": (
     "site-cred-expire": (
         {},
         {"retries": {"requeue": 1}},
         lambda: Site(config=f"{CONFIG}AuthInfo = socket=/x,cred_expire=600\n"),
     ),
+    "site-array-size": (
         {},
         {"sweep": {"list": [{"env.A": "a"}, {"env.A": "b"}]}},
         lambda: Site(config=LIMITED),
