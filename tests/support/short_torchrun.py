@@ -62,8 +62,7 @@ def main(argv: list[str]) -> int:
     for rank, one in ranks.items():
         if one.poll() is None:
             one.send_signal(signal.SIGTERM)
-            one.wait()
-            ended.append(rank)
+            ended += [rank] if one.wait() else []
     texts = [
         OF_RANK.format(
             rank=rank,

@@ -222,7 +222,7 @@ class _Starts:
         _, *file = reported.error_file.rsplit("/", 6)
         if (start := self._by_file.get("/".join(file))) is not None:
             return start
-        rank, host = reported.local_rank, reported.host
+        rank, host = reported.local_rank, reported.host.partition(".")[0]
         last = self._last.get(rank, [])
         names = ((rank, "key", key or ""), (rank, "host", host))
         if found := [self._by_name[name] for name in names if name in self._by_name]:

@@ -242,18 +242,12 @@ class JobEvidence(Supervised):
 
     def _first_failed_node(self) -> str:
         """Return where a rank failed first, killed ones before others; or else a torchrun."""
-        blocks: List[List[str]] = []
-        for line in self.log.read_on():
-            found = re.match(" +(time|host|exitcode) +: *(.*)", line)
-            if found and (found.group(1) == "time" or not blocks):
-                blocks.append([])
-            if found:
-                blocks[-1].append(found.group(2))
-        failures = [(block[0], block[2], block[1]) for block in blocks if len(block) == 3]
-        if not failures:
-            failed = (text.split("\t") for text in self.marks.texts("failed"))
-            failures = [(one[0], "", one[1]) for one in failed if len(one) > 1]
-        return min(failures)[2] if failures else ""
+        reported = read_reports(self.log.read_on())
+        failures = [(int(one.time), one.exitcode >= 0, one.host) for one in reported]
+        if failures:
+            return min(failures)[2]
+        marks = (text.split("\t") for text in self.marks.texts("failed"))
+        return next((one[1] for one in sorted(marks) if len(one) > 1), "")
 
     def note_failing_node(self, verdict: Verdict) -> Verdict:
         """Note which node has failed first; return the verdict, another one if it may be at fault.

@@ -140,8 +140,8 @@ class PodFolder(Evidence):
 
     def _starts(self) -> Starts:
         last = logged_failure(self.torchrun_log())
-        reports = [f"  exitcode : {last.exitcode}"] if last else []
-        return Starts(self.run_dir, self.number, [self.name], reports, self.began_ns)
+        reported = [last] if last else []
+        return Starts(self.run_dir, self.number, [self.name], reported, self.began_ns)
 
     def _torchruns(self) -> List[str]:
         """Return the folders of the torchruns of all pods that are newer than this start."""

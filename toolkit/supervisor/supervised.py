@@ -14,6 +14,7 @@ from .evidence.first_error import Attempt as Starts
 from .evidence.first_error import Failure, from_line, last_failure, newest_checkpoint
 from .evidence.outcome import Outcome
 from .evidence.repeated import Repetitions, earlier_alike
+from .evidence.torchrun_report import read_reports
 from .notify import Event, Notifier, Receivers
 from .policy import Evidence, Limits, Verdict, reason_line, sentence
 
@@ -93,7 +94,8 @@ class Supervised(Evidence):
 
     def starts(self) -> Starts:
         """Return where the ranks have left what they know."""
-        return Starts(self.attempt.run_dir, self.attempt.number, self.hosts(), self.reports())
+        reported = read_reports(self.reports())
+        return Starts(self.attempt.run_dir, self.attempt.number, self.hosts(), reported)
 
     def torchruns(self) -> List[str]:
         """Return the folders in which torchruns have the files of their ranks."""

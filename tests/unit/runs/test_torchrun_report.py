@@ -80,7 +80,7 @@ def test_reports_of_two_nodes_that_are_mixed_are_told_apart() -> None:
     both = zip(report("node1", 0, "-9"), report("node2", 3, "1"), strict=True)
     found = read_reports(["before", *(line for pair in both for line in pair)])
     shown = [(said.host, said.rank, said.local_rank, said.exitcode) for said in found]
-    assert shown == [("node1", 0, 0, -9), ("node2", 3, 1, 1)]
+    assert shown == [("node1.example.org", 0, 0, -9), ("node2.example.org", 3, 1, 1)]
     assert read_reports(report("node1", 0, "-9")[:-3]) == []  # torn
     assert read_reports(["  time      : soon", *report("node1", 0, "-9")[3:]]) == []
 

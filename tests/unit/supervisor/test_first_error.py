@@ -18,6 +18,7 @@ from toolkit.supervisor.evidence.first_error import (
     last_failure,
     repeated_failure,
 )
+from toolkit.supervisor.evidence.torchrun_report import read_reports
 
 RECORDED = (ROOT / "tests/data/supervisor/first_errors.txt").read_text().splitlines()
 """Of each attempt: the last failure, and the repeated one, all ranks ended or not."""
@@ -92,6 +93,7 @@ def draw(dice: random.Random, run_dir: Path) -> Attempt:
             f"  host      : {dice.choice(['node1', 'node2'])}",
             "  rank      : 0 (local_rank: 0)",
             f"  exitcode  : {dice.choice([1, -9, -15, 93, -6])} (pid: 5)",
+            "  error_file: <N/A>",
         ]
     of = {"attempt": dice.choice([0, 1, 1]), "restart": dice.choice([0, 1, 2])}
     if dice.random() < 0.5:
@@ -113,7 +115,11 @@ def draw(dice: random.Random, run_dir: Path) -> Attempt:
         write(logs / "began", "")
         os.utime(logs / "began", ns=(BEGAN_NS, BEGAN_NS))
     return Attempt(
-        run_dir=str(run_dir), number=1, nodes=hosts, reports=reports, newer_than_ns=since
+        run_dir=str(run_dir),
+        number=1,
+        nodes=hosts,
+        reports=read_reports(reports),
+        newer_than_ns=since,
     )
 
 

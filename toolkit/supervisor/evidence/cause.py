@@ -97,7 +97,7 @@ class _Ranks:
         """The first rank of a node, by its name."""
         for one in logs.reported:
             if one.rank >= 0:
-                self.base.setdefault(one.host, one.rank - one.local_rank)
+                self.base.setdefault(_short(one.host), one.rank - one.local_rank)
 
     def failures(self) -> List[RankFailure]:
         """Return how ranks have failed: the reported ones, and others that have raised an error."""
@@ -111,7 +111,11 @@ class _Ranks:
         for one in [one for one in reported if -one.exitcode not in STOPS][:_MOST_REPORTED]:
             path = os.path.dirname(one.error_file)
             own = folders.get(os.path.join(*path.split("/")[-3:])) if path else None
-            own = own or by_name.get((one.host, str(one.local_rank))) or alone.get(one.local_rank)
+            own = (
+                own
+                or by_name.get((_short(one.host), str(one.local_rank)))
+                or alone.get(one.local_rank)
+            )
             seen.add(own.rank if own else "")
             failure = self._failure(own, one)
             found += [failure] if failure else []
@@ -123,7 +127,7 @@ class _Ranks:
         return found
 
     def _host(self, file: File) -> str:
-        return self._name(file).partition(".")[0]
+        return _short(self._name(file))
 
     def _name(self, file: File) -> str:
         key = os.path.basename(file.node)
@@ -153,12 +157,16 @@ class _Ranks:
             local = _number(os.path.basename(file.rank))
         rank = reported.rank if reported and reported.rank >= 0 else trace.rank if trace else None
         if rank is None:
-            base = self.base.get(node.partition(".")[0], 0 if self.logs.nodes == 1 else -1)
+            base = self.base.get(_short(node), 0 if self.logs.nodes == 1 else -1)
             rank = base + local if base >= 0 else None
         time = reported.time if reported else 0.0
         if file and (end is None or end.source != "report"):
             time = _changed_s(file.path)
         return RankFailure(kind, time, rank, local, node, _line(message))
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 def _line(message: str) -> str:

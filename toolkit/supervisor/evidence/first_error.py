@@ -10,6 +10,8 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequenc
 
 from .echoes import is_echo
 from .files import last_lines, read
+from .rank_end import STOPS
+from .torchrun_report import Reported
 
 MESSAGE_CHARS = 300
 _LONGEST_MESSAGE = 2000
@@ -71,9 +73,6 @@ _FAULT = re.compile(
 )
 
 ANOTHER_ONE = "ranks have lost another one"
-
-_IGNORED_EXITCODES = frozenset(("-1", "-2", "-3", "-10", "-15"))
-"""Signals by which torchrun ends ranks."""
 
 _AFTER_MOST = 50
 """With more lines after an exception, the rank went on."""
@@ -217,8 +216,8 @@ class Attempt(NamedTuple):
     number: int
     nodes: Sequence[str] = ()
     """Names of the nodes, and of this machine: they are no part of a message."""
-    reports: Sequence[str] = ()
-    """What torchrun has printed."""
+    reports: Sequence[Reported] = ()
+    """The ranks that torchrun reports."""
     newer_than_ns: Optional[int] = None
     """When the start began, where an attempt has several (a pod); older files are not read."""
 
@@ -243,22 +242,14 @@ class Look:
 
     def _read_reports(self) -> str:
         """Return how the first rank died, by torchrun's reports."""
-        when, first, died, root = "", "", "", False
-        for line in self.attempt.reports:
-            if line.startswith("Root Cause"):
-                root = True
-            found = re.match(" +(time|host|exitcode) *: *([^ ]*)", line)
-            if found is None:
-                continue
-            key, value = found.groups()
-            if key == "time":  # in one second, the failure that torchrun observed first
-                when, root = value + ("" if root else "~"), False
-            elif key == "host":
-                self.hosts[value] = None
-            elif value not in _IGNORED_EXITCODES and (not first or when + value < first):
-                first = when + value
-                died = "signal " + value[1:] if value[:1] == "-" else "exit status " + value
-        return died
+        reports = self.attempt.reports
+        self.hosts.update(dict.fromkeys(one.host for one in reports))
+        died = [one for one in reports if -one.exitcode not in STOPS]
+        first = min(died, key=lambda one: (one.time, str(one.exitcode)), default=None)
+        if first is None:
+            return ""
+        code = first.exitcode
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def at(self, start: Optional[str]) -> Optional[Failure]:
         """Return how a start has failed; without a number, the last one of each node."""

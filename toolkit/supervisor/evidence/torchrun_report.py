@@ -32,7 +32,7 @@ class Reported(NamedTuple):
     seconds, and a moment more unless torchrun calls the failure the root cause."""
 
     host: str
-    """The node's name of itself, without its domain."""
+    """The node's name of itself."""
 
     rank: int
     local_rank: int
@@ -83,7 +83,7 @@ def _reported(when: str, host: str, rank: str, exitcode: str, error_file: str) -
     date = (year, month, day, hour, minute, second, 0, 0, -1)
     return Reported(
         time=time.mktime(date) + float(moment.group(7) or 0),
-        host=host.partition(".")[0],
+        host=host,
         rank=int(ranks.group(1)),
         local_rank=int(ranks.group(2)),
         exitcode=int(code.group()),
