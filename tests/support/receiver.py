@@ -20,8 +20,6 @@ class Receiver:
         """The address that answers redirect to."""
         self.others: list[str] = []
         """The methods of other requests."""
-        self.retry_after: int | None = None
-        """After how many seconds it asks to be asked again."""
         self.port = 0
 
     @property
@@ -50,8 +48,6 @@ def receiving() -> Iterator[Receiver]:
             self.send_header("Content-Length", "0")
             if receiver.location is not None:
                 self.send_header("Location", receiver.location)
-            if receiver.retry_after is not None:
-                self.send_header("Retry-After", str(receiver.retry_after))
             self.end_headers()
 
         def do_GET(self) -> None:

@@ -257,15 +257,6 @@ def test_secrets_are_masked_in_what_is_told(job: Job, receiver: Receiver) -> Non
     assert "s3cret" not in json.dumps(told)
 
 
-def test_a_receiver_that_asks_for_hours_does_not_get_them(
-    job: Job, receiver: Receiver, tmp_path: Path
-) -> None:
-    """curl obeys Retry-After, and its --max-time does not count that."""
-    receiver.answers, receiver.retry_after = [429] * 3, 3600
-    assert job.conclude(2) == 2
-    assert "the webhook of 'notify' has failed" in job.log.read_text()
-
-
 def test_what_keeps_an_attempt_from_starting_is_told(job: Job, receiver: Receiver) -> None:
     with job.batch() as batch:
         assert batch.refuse("no image") == 1
