@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.record_schemas import faults_of
 from tests.train.support import held, shared_gpu
+from tests.train.support.processes import Copied
 from train.rundir.files import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ def _gpus(item: pytest.Item) -> int:
 class Running:
     """A started run and its directory."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Copied
     run_dir: Path
     log: Path
     earlier: int
@@ -152,9 +153,13 @@ class Start:
         self.started: list[Running] = []
 
     def single(self, *flags: str, run_dir: Path, attempt: int = 0, **env: str) -> Running:
-        """`python -m train`."""
-        argv = [sys.executable, "-m", "train", *UNPROVED, *flags]
-        return self.command(argv, run_dir, attempt, env)
+        """`python -m train`; in a process that need not import torch, unless it imports others."""
+        flags = (*UNPROVED, *flags)
+        if "PYTHONPATH" in env:
+            return self.command([sys.executable, "-m", "train", *flags], run_dir, attempt, env)
+        return self._started(
+            lambda log, env: Copied(flags, cwd=self.home, log=log, env=env), run_dir, attempt, env
+        )
 
     def ranks(
         self,
@@ -197,26 +202,42 @@ class Start:
         )
 
     def command(self, argv: list[str], run_dir: Path, attempt: int, env: dict[str, str]) -> Running:
+        def started(log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+            with log.open("wb") as file:
+                return subprocess.Popen(
+                    argv,
+                    cwd=self.home,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=env,
+                )
+
+        return self._started(started, run_dir, attempt, env)
+
+    def _started(
+        self,
+        start: Callable[[Path, dict[str, str]], subprocess.Popen[bytes] | Copied],
+        run_dir: Path,
+        attempt: int,
+        env: dict[str, str],
+    ) -> Running:
         log = self.home / f"log-{len(self.started)}.txt"
+        log.touch()
         earlier = len(read_lines(run_dir / "metrics.jsonl"))
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("TRAIN_", "PET_"))}
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                argv,
-                cwd=self.home,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **inherited,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                    "TRAIN_RUN_DIR": str(run_dir),
-                    "TRAIN_ATTEMPT": str(attempt),
-                    **env,
-                },
-            )
+        process = start(
+            log,
+            {
+                **inherited,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                "TRAIN_RUN_DIR": str(run_dir),
+                "TRAIN_ATTEMPT": str(attempt),
+                **env,
+            },
+        )
         running = Running(process=process, run_dir=run_dir, log=log, earlier=earlier)
         self.started.append(running)
         return running

@@ -175,13 +175,30 @@ def all_of(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[str]:
     return found
 
 
-# What several strategies share, several kinds of models need not show.
-AGAIN = [
-    (task, how, words)
-    for task, how, words in TWO
-    if task in ("Masked", "Accumulated", "Closed", "Viewed", "InMemory", "OwnTrain")
-    and how in (EXACT, PP, META)
-]
+FSDP_RECOMPUTED = {**FSDP, "activation_checkpointing": True}
+DDP_RECOMPUTED = {**DDP, "activation_checkpointing": True}
+# What several strategies share, several kinds of models need not show; and what several kinds
+# share, several strategies need not.
+SHARED: dict[str, tuple[dict[str, Any], ...]] = {
+    # The ladder trains such a net by all strategies.
+    "Kind": (DDP, FSDP, META, EXACT, TP, PP, ZB),
+    "Masked": (EXACT, PP, META),
+    "Accumulated": (EXACT, PP),
+    "InMemory": (META,),
+    "Listed": (FSDP, META, EXACT, PP),
+    "Closed": (META, EXACT, PP, ZB),
+    "Viewed": (META, EXACT, PP),
+    "OwnTrain": (FSDP, EXACT, PP),
+    **dict.fromkeys(("Replaced", "Moved", "InPython"), (FSDP_RECOMPUTED,)),
+    **dict.fromkeys(("CountedLate", "Grown", "Annealed"), (FSDP,)),
+    "Clamped": (EXACT, DDP_RECOMPUTED),
+    "ThroughData": (EXACT, TP),
+    "Followed": (FSDP, TP),
+    "BySamples": (FSDP,),
+    "AtFirst": (FSDP, TP, DDP_RECOMPUTED),
+    "Later": (TP,),
+}
+AGAIN = [(task, how, words) for task, how, words in TWO if how in SHARED.get(task, ())]
 
 
 EACH = [case for case in TWO if case not in AGAIN]
