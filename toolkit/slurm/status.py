@@ -5,8 +5,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.runs import run_directory
+from toolkit.runs import log_reader, run_directory
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.supervisor.evidence.cause import program_error
 
 _STATES = {
     slurm_state: state
@@ -120,6 +121,9 @@ class JobRow(NamedTuple):
         return match[1] if match else self.command.partition(" ")[0]
 
 
+_LOG_BYTES = 1 << 16
+_NO_VENV = "; `venv` wants a folder made by `python -m venv`, which a conda environment is not"
+
 _SCRIPT_WAS_KILLED = (
     "FAILED: the batch script was killed, or could not write why it ended; "
     "`toolkit resubmit` goes on from the last checkpoint"
@@ -185,6 +189,8 @@ def status_of(
             full = run_directory.reason_did_not_fit(run_dir)
             said = f"FAILED: no space was left for {run_dir}" if full else _SCRIPT_WAS_KILLED
             return RunStatus(state=state, reason=said)
+        if not run_directory.has_attempts(run_dir) and (error := _error_of_script(run_dir)):
+            return RunStatus(state=state, reason=f"fatal: the script ended at once: {error}")
         by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
         if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended
@@ -192,6 +198,18 @@ def status_of(
             word = "" if row.word == "FAILED" else row.word
             reason = ": ".join(filter(None, [word, word and reason, ended.reason]))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
+
+
+def _error_of_script(run_dir: Path) -> str:
+    """Return the error of a program or the shell in the log of a job without an attempt."""
+    span = log_reader.Span(path=run_dir / "logs/job.log", below=run_dir)
+    try:
+        lines = log_reader.end_of(span, _LOG_BYTES).decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    error = program_error(lines)
+    is_no_venv = "bin/activate: No such file" in error
+    return error + (_NO_VENV if is_no_venv else "")
 
 
 def _began(run_dir: Path | None) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
@@ -268,6 +269,24 @@ def test_a_job_that_is_cancelled_while_it_waits_for_its_next_start_is_told_as_th
     slurm.rows = user.line("a", 1, "CANCELLED", reason="BeginTime")
     status = run.status()
     assert (status.state, status.reason) == (toolkit.RunState.CANCELLED, f"cancelled: by {who}")
+
+
+def test_a_script_that_ends_before_the_supervisor_is_told_by_its_shell(
+    user: User, slurm: Slurm
+) -> None:
+    run = user.run("a", 1)
+    assert run.run_dir is not None
+    activate = f"{run.run_dir}/conda/bin/activate"
+    done = subprocess.run(["bash", "-c", f"source {activate}"], capture_output=True, check=False)
+    (run.run_dir / "logs").mkdir(exist_ok=True)
+    (run.run_dir / "logs/job.log").write_bytes(b"module: loading\n" + done.stderr)
+    slurm.rows = user.line("a", 1, "FAILED")
+    status = run.status()
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason == (
+        f"fatal: the script ended at once: {activate}: No such file or directory; `venv` wants a "
+        "folder made by `python -m venv`, which a conda environment is not"
+    )
 
 
 def test_what_a_requeued_job_waits_for_is_named(user: User, slurm: Slurm) -> None:
