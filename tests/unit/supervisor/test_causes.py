@@ -157,6 +157,10 @@ LOCAL: dict[str, tuple[str, dict[str, Any], str]] = {
         "failed: rank [01] on node-0: ModuleNotFoundError: No module named 'torchvison', "
         "at step 57 or later, 7 steps after the newest checkpoint",
     ),
+    "a module that was there before": (
+        "import os; os.makedirs('run/checkpoints/first', exist_ok=True)\nimport torchvison", {},
+        "failed: rank [01] on node-0: ModuleNotFoundError: No module named 'torchvison'",
+    ),
     "an argument": (
         REFUSES, {},
         "fatal: rank [01] on node-0: exit status 2: train.py: error: unrecognized arguments: "

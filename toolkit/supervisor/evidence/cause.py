@@ -258,8 +258,8 @@ _CODE = re.compile(
 def _hopeless(text: str, failures: Sequence[RankFailure], look: Look, logs: Logs) -> str:
     """Return why another start would end alike, or nothing where the evidence is weak.
 
-    A module that is missing on some nodes may be these nodes' fault. A step that was made shows
-    that the program can start.
+    A module that is missing on some nodes may be these nodes' fault. A step or
+    checkpoint shows that the program can start.
     """
     messages = [one.message for one in failures]
     if logs.nodes > 1 and any(map(_LOOPBACK.search, [*messages, *logs.lines])):
@@ -271,7 +271,7 @@ def _hopeless(text: str, failures: Sequence[RankFailure], look: Look, logs: Logs
     code = [one for one in failures if _CODE.match(one.message)]
     same = {loose(one.message) for one in code}
     everywhere = len({one.node for one in code}) >= logs.nodes and len(same) == 1
-    if everywhere and not look.made_a_step():
+    if everywhere and not look.made_progress():
         return "no node can start it"
     return ""
 

@@ -283,9 +283,9 @@ class Look:
     def _is_last(self, file: File) -> bool:
         return file.number == self.most[file.run] and file.run == self.newest[file.node]
 
-    def made_a_step(self) -> bool:
-        """Whether a step of this attempt is known."""
-        return self._step(None)[:1].isdigit()
+    def made_progress(self) -> bool:
+        """Whether a step or a checkpoint is known: the program has started, now or before."""
+        return self._step(None) != "-"
 
     def _is_of(self, record: str, start: Optional[str]) -> bool:
         """Whether a record is of this attempt, and of this start."""
