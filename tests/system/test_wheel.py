@@ -71,7 +71,7 @@ def by_pip(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment
     def install(folder: Path) -> None:
         venv.create(folder, with_pip=True)
         local = ("--no-index", "--find-links", house)
-        pip(folder / "bin/python", "install", *local, "torch-deploy-toolkit")
+        pip(folder / "bin/python", "install", "--no-compile", *local, "torch-deploy-toolkit")
 
     folder = made_once(tmp_path_factory, "by-pip", install)
     return Environment(folder=folder, home=tmp_path_factory.mktemp("home"))
