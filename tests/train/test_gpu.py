@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.train.model.test_precision import largest, rounded
+from tests.train.model.test_precision import ARRANGED, HSDP, largest, rounded
 from tests.train.parallel.test_ladder import EIGHT, FOUR, MOST, ONE, TWO, close
 from tests.train.support import shared_gpu
 from tests.train.support.ladder import Case, climb
@@ -170,7 +170,7 @@ def test_what_only_several_gpus_can_do_goes_to_its_end(
 
 @pytest.mark.gpu(4)
 def test_every_strategy_rounds_as_one_gpu_does() -> None:
-    found = climb(rounded("bf16"), dtype=torch.float32)
+    found = climb(rounded("bf16", 4, {**ARRANGED, "hsdp": HSDP}), dtype=torch.float32)
     wrong = found.pop("gathered in halves, bf16")
     most = 2 * torch.finfo(torch.bfloat16).eps
     assert largest(wrong) > most

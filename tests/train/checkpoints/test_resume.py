@@ -17,7 +17,7 @@ from tests.train.support.reading import same, whole
 if TYPE_CHECKING:
     from tests.train.conftest import Running, Start
 
-LAST = "checkpoints/attempt-{}/step-00000200"
+LAST = "checkpoints/attempt-{}/step-00000060"
 
 
 def weights(run: Running) -> bytes:
@@ -39,19 +39,19 @@ def assert_same_end(run: Running, attempt: int, unbroken: Running) -> None:
 def test_sigterm_then_resume_is_bit_exact(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first = start.held(3, *flags, after=50, rank=0, run_dir=tmp_path / "run")
-    first.wait_until_held(50, saved=40)
+    first = start.held(3, *flags, after=15, rank=0, run_dir=tmp_path / "run")
+    first.wait_until_held(15, saved=12)
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() != 0
     stopped = first.outcome()
     assert stopped["status"] == "preempted"
-    assert 50 <= stopped["step"] < 200
+    assert 15 <= stopped["step"] < 60
     assert stopped["samples_seen"] == 12 * stopped["step"]
     assert not (tmp_path / "weights.st").exists()
-    second = start.ranks(3, *flags, run_dir=tmp_path / "run", attempt=1).finish()
+    second = start.whole(3, *flags, run_dir=tmp_path / "run", attempt=1)
     (resumed,) = [e for e in second.events() if e["event"] == "resume"]
     assert resumed["step"] == stopped["step"]
-    assert [m["step"] for m in second.metrics() if "loss" in m] == list(range(1, 201))
+    assert [m["step"] for m in second.metrics() if "loss" in m] == list(range(1, 61))
     assert_same_end(second, 1, unbroken)
 
 
@@ -60,13 +60,13 @@ def test_sigkill_of_a_rank_then_restart_is_bit_exact(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     again = ("--standalone", "--max-restarts=1")
-    run = start.held(3, *flags, after=90, rank=1, run_dir=tmp_path / "run", torchrun=again)
-    run.wait_until_held(90, saved=80)
+    run = start.held(3, *flags, after=27, rank=1, run_dir=tmp_path / "run", torchrun=again)
+    run.wait_until_held(27, saved=24)
     os.kill(run.workers()[1], signal.SIGKILL)
     run.finish()
     assert run.outcome()["restart"] == 1
     (resumed,) = [e for e in run.events() if e["event"] == "resume"]
-    assert resumed["step"] in range(80, 200, 40)
+    assert resumed["step"] in range(24, 60, 12)
     assert_same_end(run, 0, unbroken)
 
 
@@ -105,11 +105,11 @@ def test_wrong_form_without_warm_up_differs(
 def test_resume_on_fewer_ranks_takes_the_next_samples(
     start: Start, unbroken: Running, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run_dir = go_back(unbroken.run_dir, tmp_path / "run", step=160)
+    run_dir = go_back(unbroken.run_dir, tmp_path / "run", step=48)
     run = start.single(*flags, run_dir=run_dir, attempt=1).finish()
     again = [m for m in run.metrics() if m["attempt"] == 1 and "loss" in m]
-    assert [m["step"] for m in again] == list(range(161, 201))
-    assert [m["samples_seen"] for m in again] == [12 * step for step in range(161, 201)]
+    assert [m["step"] for m in again] == list(range(49, 61))
+    assert [m["samples_seen"] for m in again] == [12 * step for step in range(49, 61)]
     # Sums are added in another order now, so the last bits differ, and nothing else.
     for m in again:
         assert m["loss"] == pytest.approx(unbroken.losses()[m["step"]], rel=1e-4)

@@ -65,23 +65,23 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ARRANGED: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
-    "hsdp": {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2},
-    "tp": {"tp": 4},
-    "cp": {"cp": 4},
+    "tp": {"strategy": "tp"},
+    "cp": {"strategy": "cp"},
     "pp": {"strategy": "pp", "micro_batch": 4},
 }
+HSDP: dict[str, Any] = {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2}
 
 
 def largest(far: Differences) -> float:
     return max(far.loss, far.gradients, far.weights)
 
 
-def rounded(precision: str) -> list[Case]:
-    """Four ranks in all ways."""
+def rounded(precision: str, ranks: int, ways: dict[str, dict[str, Any]]) -> list[Case]:
+    """Ranks in some ways."""
     return [
         Case(
             name=f"{name}, {precision}",
-            world_size=4,
+            world_size=ranks,
             config=config_of(
                 task=OFFSET,
                 precision=precision,
@@ -93,12 +93,21 @@ def rounded(precision: str) -> list[Case]:
             # No overflow, so that no step is left out.
             sabotage="from train.model import gradients; gradients.FIRST_SCALE = 256.0",
         )
-        for name, layout in ARRANGED.items()
+        for name, layout in ways.items()
     ]
 
 
-def test_every_strategy_rounds_as_one_process_does() -> None:
-    cases = [case for precision in HALVES for case in rounded(precision)]
+@pytest.mark.parametrize(
+    ("ranks", "ways"),
+    [
+        pytest.param(2, ARRANGED, id="2 ranks"),
+        pytest.param(4, {**ARRANGED, "hsdp": HSDP}, id="4 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_every_strategy_rounds_as_one_process_does(
+    ranks: int, ways: dict[str, dict[str, Any]]
+) -> None:
+    cases = [case for precision in HALVES for case in rounded(precision, ranks, ways)]
     found = climb(cases, dtype=torch.float32)
     for precision, dtype in HALVES.items():
         # Sums over parts of a batch are rounded one by one.

@@ -69,6 +69,10 @@ ONE = [
         *(case(f"pp {s}", 1, strategy="pp", pp_schedule=s, micro_batch=2) for s in SCHEDULES),
     )
 ]
+STAGED = [
+    both(f"pp {schedule}", 2, strategy="pp", pp_schedule=schedule, micro_batch=2)
+    for schedule in SCHEDULES
+]
 TWO = [
     *both("ddp", 2, strategy="ddp"),
     case("ddp, accumulation", 2, strategy="ddp", micro_batch=2),
@@ -87,13 +91,10 @@ TWO = [
     case("tp, digits", 2, strategy="tp", task="digits"),
     *both("cp, all-gather", 2, strategy="cp"),
     *both("cp, ulysses", 2, strategy="cp", cp_method="ulysses"),
-    *(
-        one
-        for schedule in SCHEDULES
-        for one in both(f"pp {schedule}", 2, strategy="pp", pp_schedule=schedule, micro_batch=2)
-    ),
+    *(one for one, _ in STAGED),
     case("pp, clipped", 2, strategy="pp", clip_norm=0.1, micro_batch=2),
 ]
+MORE = [two for _, two in STAGED]
 FOUR = [
     *both("ddp", 4, strategy="ddp"),
     *both("hsdp", 4, strategy="hsdp"),
@@ -128,6 +129,7 @@ EIGHT = [
     "cases",
     [
         pytest.param(TWO, id="2 ranks"),
+        pytest.param(MORE, id="2 ranks, all schedules", marks=pytest.mark.slow),
         pytest.param(FOUR, id="4 ranks", marks=pytest.mark.slow),
         pytest.param(EIGHT, id="8 ranks", marks=pytest.mark.slow),
     ],

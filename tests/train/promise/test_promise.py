@@ -26,7 +26,7 @@ from tests.train.promise.check import (
 from tests.train.promise.grammar import FEATURES, LOSSES, Model, source_of
 from tests.train.promise.pool import Pool
 
-FIRST, COUNT = 1000, 20
+FIRST, COUNT = 1000, 12
 
 
 @pytest.fixture(scope="module")
