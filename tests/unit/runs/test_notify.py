@@ -14,7 +14,7 @@ from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
 from tests.support.told_run import ToldRun, run_at
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.supervisor import notify as sending
+from toolkit.supervisor import webhook
 
 LOST = RunStatus(state=RunState.FAILED, reason="NODE_FAIL: n1 was lost")
 
@@ -146,7 +146,7 @@ def test_a_redirect_is_a_failure_and_is_not_followed(
 def test_a_silent_server_is_named_without_the_secret_in_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://user:s3cret@127.0.0.1:{server.getsockname()[1]}/s3cret?token=s3cret"
         run_of(tmp_path, {"webhook": url}).wait()
