@@ -69,9 +69,15 @@ ONE = [
         *(case(f"pp {s}", 1, strategy="pp", pp_schedule=s, micro_batch=2) for s in SCHEDULES),
     )
 ]
-STAGED = [
-    both(f"pp {schedule}", 2, strategy="pp", pp_schedule=schedule, micro_batch=2)
-    for schedule in SCHEDULES
+# Each with one optimizer in the gate, and with the other in the slow tests.
+EITHER = [
+    both("tp", 2, strategy="tp"),
+    both("cp, all-gather", 2, strategy="cp"),
+    both("cp, ulysses", 2, strategy="cp", cp_method="ulysses"),
+    *(
+        both(f"pp {schedule}", 2, strategy="pp", pp_schedule=schedule, micro_batch=2)
+        for schedule in SCHEDULES
+    ),
 ]
 TWO = [
     *both("ddp", 2, strategy="ddp"),
@@ -85,16 +91,13 @@ TWO = [
     case("fsdp, recomputed", 2, strategy="fsdp", activation_checkpointing=True),
     case("fsdp, from meta", 2, strategy="fsdp", meta_init=True),
     case("fsdp, offloaded", 2, strategy="fsdp", cpu_offload=True),
-    *both("tp", 2, strategy="tp"),
     case("tp, loss parallel", 2, strategy="tp", loss_parallel=True),
     case("tp, clipped", 2, strategy="tp", clip_norm=0.1),
     case("tp, digits", 2, strategy="tp", task="digits"),
-    *both("cp, all-gather", 2, strategy="cp"),
-    *both("cp, ulysses", 2, strategy="cp", cp_method="ulysses"),
-    *(one for one, _ in STAGED),
+    *(one for one, _ in EITHER),
     case("pp, clipped", 2, strategy="pp", clip_norm=0.1, micro_batch=2),
 ]
-MORE = [two for _, two in STAGED]
+MORE = [other for _, other in EITHER]
 FOUR = [
     *both("ddp", 4, strategy="ddp"),
     *both("hsdp", 4, strategy="hsdp"),
@@ -129,7 +132,7 @@ EIGHT = [
     "cases",
     [
         pytest.param(TWO, id="2 ranks"),
-        pytest.param(MORE, id="2 ranks, all schedules", marks=pytest.mark.slow),
+        pytest.param(MORE, id="2 ranks, the other optimizer", marks=pytest.mark.slow),
         pytest.param(FOUR, id="4 ranks", marks=pytest.mark.slow),
         pytest.param(EIGHT, id="8 ranks", marks=pytest.mark.slow),
     ],
