@@ -65,6 +65,7 @@ def install(folder: Path, *, nodes: int) -> dict[str, str]:
         "srun": _SRUN.format(python=sys.executable),
         "torchrun": _TORCHRUN.format(python=sys.executable, dumps=str(dumps)),
         "scontrol": _SCONTROL.format(nodes=nodes),
+        "getent": "#!/bin/sh\nexit 0\n",
         "scancel": "#!/bin/sh\n",
         "python3": f'#!/bin/sh\nexec {sys.executable} "$@"\n',  # which has the toolkit
     }
