@@ -114,6 +114,8 @@ def test_our_executors_take_the_parameters_of_the_page(
     )
     (tmp_path / "slurm/profiles").mkdir(parents=True)
     (tmp_path / "slurm/profiles/gpu.yaml").write_text("kind: slurm\nmodules: [cuda/12.8]\n")
+    (tmp_path / "k8s/profiles").mkdir(parents=True)
+    (tmp_path / "k8s/profiles/k8s.yaml").write_text("kind: kubernetes\nruns_claim: runs\n")
     monkeypatch.chdir(tmp_path)
     body = ast.parse(ours).body
     submits = next(

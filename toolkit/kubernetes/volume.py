@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from toolkit.errors import LauncherError
-from toolkit.kubernetes.client.connection import Away, Conflict, Denied, Missing
+from toolkit.kubernetes.client.connection import Away, Conflict, Denied
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import PODS, Cluster
 from toolkit.kubernetes.pods import is_up, sentence, trouble
@@ -252,9 +252,13 @@ def _fetch(
         running = [pod for pod in cluster.pods(run.pod_selector) if is_up(pod)]
     for pod in running[:1]:
         name = str(pod["metadata"]["name"])
-        with contextlib.suppress(Missing):  # it has ended just now
+        try:
             there = Files(cluster, name, kind.container, run_dir_of(workload, kind))
             return _copy(there, targets(), report)
+        except (Away, Denied):
+            raise
+        except LauncherError:
+            pass  # it may have ended just now, and what was executed in it was killed
     report(0, None, "a pod starts for it")
     with transfer(cluster, kind, workload) as files:
         _copy(files, targets(), report)

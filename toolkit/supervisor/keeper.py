@@ -89,7 +89,9 @@ class _Keeper:
         )
         # With the lock: should this process be killed, the run has not ended before the script.
         locks = () if options.lock is None else (SCRIPT_LOCK,)
-        script = subprocess.Popen(command, preexec_fn=_die_with_parent, pass_fds=locks)
+        script = subprocess.Popen(
+            command, env=dict(os.environ), preexec_fn=_die_with_parent, pass_fds=locks
+        )
         children.running.append(script)
         while children.look():
             if not self._is_there():

@@ -70,7 +70,8 @@ class PodFolder(Evidence):
         Nothing is opened or listed for it, once torchrun has its folder: many pods share them.
         """
         if not self._torchrun:
-            self._torchrun = next(iter(self.newer(self.own, "*/")), "")
+            first = next(iter(self.newer(self.own, "*/attempt_0")), "")
+            self._torchrun = first[: -len("attempt_0")]
         before, size = (self._start, self._log_size), 0
         with contextlib.suppress(OSError):
             size = os.stat(self.torchrun_log()).st_size

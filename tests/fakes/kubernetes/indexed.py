@@ -113,7 +113,7 @@ def reconcile(cluster: Kubelet, job: Object) -> None:
     metadata, spec = job["metadata"], job["spec"]
     if "deletionTimestamp" in metadata:
         return
-    pods = [cluster.get(*key) for key in cluster.owned(metadata["uid"]) if key.resource is POD]
+    pods = [cluster.get(*key) for key in cluster.controlled(metadata["uid"]) if key.resource is POD]
     if (ended := condition_of(job, "Complete") or condition_of(job, "Failed")) is not None:
         expire(cluster, JOB, job, ended, spec.get("ttlSecondsAfterFinished"))
         return
@@ -190,7 +190,7 @@ def fail(cluster: Kubelet, job: Object, reason: str, message: str) -> None:
     set_condition(job, "FailureTarget", reason=reason, message=message)
     cluster.put(JOB, job)
     left = False
-    for key in cluster.owned(job["metadata"]["uid"]):
+    for key in cluster.controlled(job["metadata"]["uid"]):
         pod = cluster.find(*key) if key.resource is POD else None
         if pod is not None and pod["status"]["phase"] not in ("Succeeded", "Failed"):
             cluster.end_pod(pod, None)
@@ -213,7 +213,9 @@ def expire(
 
 
 def _count_pods(cluster: Kubelet, job: Object, tally: Tally) -> None:
-    pods = [cluster.get(*k) for k in cluster.owned(job["metadata"]["uid"]) if k.resource is POD]
+    pods = [
+        cluster.get(*k) for k in cluster.controlled(job["metadata"]["uid"]) if k.resource is POD
+    ]
     going = [p for p in pods if p["status"]["phase"] in ("Pending", "Running")]
     status = job["status"]
     status["active"] = sum("deletionTimestamp" not in p["metadata"] for p in going)

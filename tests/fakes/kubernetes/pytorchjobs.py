@@ -48,7 +48,7 @@ def reconcile(cluster: Kubelet, job: Object) -> None:
     metadata, run_policy = job["metadata"], job["spec"].get("runPolicy") or {}
     if "deletionTimestamp" in metadata:
         return
-    pods = [cluster.get(*k) for k in cluster.owned(metadata["uid"]) if k.resource is POD]
+    pods = [cluster.get(*k) for k in cluster.controlled(metadata["uid"]) if k.resource is POD]
     ended = condition_of(job, "Succeeded") or condition_of(job, "Failed")
     if ended is not None:
         _clean_up(cluster, job, pods)

@@ -171,6 +171,15 @@ class Store:
             key=lambda key: (key.resource.plural, key.namespace, key.name),
         )
 
+    def controlled(self, uid: str) -> list[Key]:
+        """Return what an object controls: not what is only deleted with it."""
+        return [
+            key
+            for key in self.owned(uid)
+            for owner in self.get(*key)["metadata"]["ownerReferences"]
+            if owner["uid"] == uid and owner.get("controller")
+        ]
+
     def remove(
         self,
         resource: Resource,

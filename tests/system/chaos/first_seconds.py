@@ -179,9 +179,9 @@ def cancel(start: Start) -> bool:
 _STARTED = PHASES[1:]
 _UNSAID = r"|^requeued: by Slurm, which has not said why"
 _TAKEN = rf"^preempted: Slurm has taken the nodes{_UNSAID}"
-_LOST = r"^node_failure: |^lost: |^retryable: srun could not start "
+_LOST = r"^node[_ ]failure: |^lost: |^(?:retryable|failed): srun could not start "
 # In the phase "srun", the site's TaskProlog may be what gets the signal.
-_TERM = r"^preempted: stopped |^retryable: TaskProlog failed "
+_TERM = r"^preempted: stopped |^(?:retryable|failed): TaskProlog failed "
 _SCRIPT, _BOTH = (functools.partial(terminate, option=option) for option in ("--batch", "--full"))
 
 HITS = (

@@ -88,11 +88,13 @@ def test_what_is_run_is_what_was_submitted(
     evil = b64encode(f"open({str(tmp_path / 'came-in')!r}, 'w')".encode()).decode()
 
     def come_first(self: Cluster, place: Any, body: Any) -> None:
+        if body["kind"] != "ConfigMap":
+            return create(self, place, body)
         assert body["immutable"] is True
         known = {key: body["metadata"][key] for key in ("name", "namespace", "labels")}
         data = {**body["binaryData"], "worker.py": evil}
         server.apply(yaml.safe_dump({**body, "metadata": known, "binaryData": data}))
-        create(self, place, body)
+        return create(self, place, body)
 
     monkeypatch.setattr(Cluster, "create", come_first)
     job = executor(nodes=1).submit(len, b"abc")

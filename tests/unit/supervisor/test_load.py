@@ -174,7 +174,8 @@ def pod_here(folder: Path, patch: pytest.MonkeyPatch) -> pod.PodStart:
     for number in range(4):
         torchrun = folder / f"logs/attempt-0/digits-{number}/id"
         (torchrun / "attempt_0/0").mkdir(parents=True)
-        os.utime(torchrun, (time.time() + 1, time.time() + 1))  # a kernel's clock may lag
+        (torchrun.parent / "a-folder-of-another-kind").mkdir()
+        os.utime(torchrun / "attempt_0", (time.time() + 1,) * 2)  # a kernel's clock may lag
     (folder / "logs/attempt-0/digits-1/torchrun.log").write_text("begins\n")
     return made
 
