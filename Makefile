@@ -58,7 +58,7 @@ lint: install  ## Check style, spelling and types
 
 test:  ## Install what the tests need and run those that each change must pass
 	@$(MAKE) --no-print-directory -j2 lint tests/image
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 6 --dist worksteal $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
 	@$(MAKE) --no-print-directory -j2 lint tests/image

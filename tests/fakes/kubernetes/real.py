@@ -108,7 +108,7 @@ class FakeCluster(FakeKubernetes):
     """The fake, whose pods run as processes of this machine."""
 
     tag = "t"
-    patience_s = 180.0
+    patience_s = 600.0
     pause_s = 0.05
     image = "localhost/train:1"
 
