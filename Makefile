@@ -19,6 +19,8 @@ MOMENT ?=
 SEED ?=
 COUNT ?=
 RUN ?=
+# With it, as in the images of many languages, each of the tests' processes compiles all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## Show the targets
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 18
