@@ -212,7 +212,8 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     notes = []
     if job.stop.grace_s > profile.kill_wait_s:
         notes.append(
-            f"scancel by hand and preemption leave {format_duration(profile.kill_wait_s)} "
+            "scancel by hand, and preemption without GraceTime, leave "
+            f"{format_duration(profile.kill_wait_s)} "
             f"(KillWait of profile {profile.name!r}), less than stop.grace "
             f"{format_duration(job.stop.grace_s)}; a checkpoint that takes longer is lost then"
         )

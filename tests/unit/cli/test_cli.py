@@ -192,8 +192,8 @@ def test_a_good_file_is_fine(program: Program) -> None:
     assert outcome(program("check", "job.yaml", "--to", "slurm", "--to", "k8s")) == (
         0,
         "job.yaml: fine for slurm, k8s: 1 x 1 processes\n",
-        "note: scancel by hand and preemption leave 30s (KillWait of profile 'slurm'), less than "
-        "stop.grace 1m; a checkpoint that takes longer is lost then\n"
+        "note: scancel by hand, and preemption without GraceTime, leave 30s (KillWait of profile "
+        "'slurm'), less than stop.grace 1m; a checkpoint that takes longer is lost then\n"
         "note: profile 'k8s' names no runs_claim: checkpoints are lost with their pod\n",
     )
 

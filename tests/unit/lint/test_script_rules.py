@@ -245,6 +245,9 @@ WHERE = "--rdzv-endpoint=$head:$((61000 + SLURM_JOB_ID % 4000))"
         (f"{HEAD}srun --export=ALL,A=1,B=2,HOME python x\n", []),
         (f"{HEAD}srun --export=ALL,A=1,b python x\n", [(3, "export-comma")]),
         (f"{HEAD}d=0,1\nsrun --export=ALL,A=$d python x\n", [(4, "export-comma")]),
+        (f"{HEAD}srun --export=\"ALL,'A=1,b',HOME\" python x\n", []),
+        (f"{HEAD}srun --export=ALL,'A=1,b' python x\n", [(3, "export-comma")]),
+        (f"{HEAD}#SBATCH --export=\"ALL,'A=1,b'\"\npython x\n", []),
         # Meeting
         (f"{TWO}{RUN} {WHERE} x.py\n", []),
         (f"{TWO}export MASTER_PORT=29500\n", [(6, "fixed-port")]),

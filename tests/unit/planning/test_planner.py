@@ -128,8 +128,8 @@ def test_a_checkpoint_longer_than_kill_wait_is_noted() -> None:
 
     assert notes("60s", "60s") == ()
     assert notes("61s", "1m") == (
-        "scancel by hand and preemption leave 1m (KillWait of profile 'a100'), less than "
-        "stop.grace 1m1s; a checkpoint that takes longer is lost then",
+        "scancel by hand, and preemption without GraceTime, leave 1m (KillWait of profile 'a100'), "
+        "less than stop.grace 1m1s; a checkpoint that takes longer is lost then",
     )
 
 

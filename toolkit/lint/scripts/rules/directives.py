@@ -11,6 +11,9 @@ from toolkit.lint.scripts.options import PYXIS, SBATCH, Option
 from toolkit.lint.scripts.script import BatchScript
 from toolkit.text import secret_scan
 
+_EXPORTED = re.compile(r"""(?:[^,'"]|'[^']*'?|"[^"]*"?)+""")
+"""An item of `--export`, as `find_quote_token` of Slurm's env.c splits it, after bash's quotes."""
+
 
 @SCRIPTS.rule(
     "shebang-missing",
@@ -179,17 +182,17 @@ def _typed(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "export-comma",
     finds="`--export` with a value that holds a comma",
-    reason="Slurm parts the list at every comma: of `K=a,b` the program sees `K=a`.",
+    reason="Slurm splits the list at each comma outside quotes: of `K=a,b` the program sees `K=a`.",
     fix="export K='a,b' in a line of its own, and leave --export=ALL",
 )
 def _commas(script: BatchScript) -> Iterator[Violation[int]]:
     names = {setting.name for setting in script.walk.settings}
     for option in _exports(script):
-        for before, item in itertools.pairwise(option.text.split(",")):
+        for before, item in itertools.pairwise(_EXPORTED.findall(option.text)):
             whole = re.fullmatch(r"[A-Za-z_]\w*(=.*)?", item, re.DOTALL)
             meant = whole and ("=" in item or item.isupper() or item in names)
             if "=" in before and not meant and "$" not in item:
-                name = before.partition("=")[0]
+                name = before.lstrip("'\"").partition("=")[0]
                 yield Violation(
                     option.line,
                     f"--export cuts the value of {name} at its comma: {item!r} is lost",

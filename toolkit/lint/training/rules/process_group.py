@@ -29,7 +29,8 @@ def _collectives(script: TrainingScript) -> list[Called]:
     "rank0-barrier",
     finds="a collective that only some ranks come to",
     reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for"
-    " ranks that never come, until a timeout of half an hour or more.",
+    " ranks that never come, until the timeout: by default 10 minutes with the backend `nccl`,"
+    " 30 with any other.",
     fix="call it on all ranks: let only the work stand under the if",
 )
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
