@@ -50,7 +50,7 @@ from tests.system.chaos.arena import SlurmArena, living, own_slurm, ranks
 from tests.system.chaos.faults import Scene, kill, power_off, preempt
 from tests.system.chaos.frame import Trial
 from toolkit.cli.summary import goodput_lines
-from toolkit.runs.goodput import Goodput, goodput_of
+from toolkit.runs.views.goodput import Goodput, goodput_of
 
 STEPS, PACE_S, EVERY = 2200, 0.08, 100
 """Steps, the seconds that each of them takes at least, and from checkpoint to checkpoint."""

@@ -172,7 +172,7 @@ def write_answers(folder: Path, ranks: int) -> None:
 def watching_percent(folder: Path, rounds: int) -> float:
     """Return how much of a core it takes to show many runs that go on."""
     from toolkit.cli.summary import top_lines, top_rows
-    from toolkit.runs.progress import ProgressReader
+    from toolkit.runs.evidence.progress import ProgressReader
 
     runs = [run_at(folder / f"run-{number}", name=f"run-{number}") for number in range(WATCHED)]
     for run in runs:

@@ -34,9 +34,9 @@ _NAMES = {
     "project": "write_project",
     "rendering": "render",
     "rendering.payload": "carried_supervisor",
-    "runs.failure": "Failure",
-    "runs.goodput": "Goodput",
-    "runs.report": "Report report",
+    "runs.evidence.failure": "Failure",
+    "runs.views.goodput": "Goodput",
+    "runs.views.report": "Report report",
     "runs.run": "Launcher Run",
     "runs.state": "RunState RunStatus",
 }
@@ -99,9 +99,9 @@ if TYPE_CHECKING:  # the same names, for type checkers; a test compares them
     from toolkit.project import write_project as write_project
     from toolkit.rendering import render as render
     from toolkit.rendering.payload import carried_supervisor as carried_supervisor
-    from toolkit.runs.failure import Failure as Failure
-    from toolkit.runs.goodput import Goodput as Goodput
-    from toolkit.runs.report import Report as Report, report as report
+    from toolkit.runs.evidence.failure import Failure as Failure
+    from toolkit.runs.views.goodput import Goodput as Goodput
+    from toolkit.runs.views.report import Report as Report, report as report
     from toolkit.runs.run import Launcher as Launcher, Run as Run
     from toolkit.runs.state import RunState as RunState, RunStatus as RunStatus
 

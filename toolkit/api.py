@@ -24,8 +24,8 @@ from toolkit.profile import (
     model_of,
     require_default_profile,
 )
-from toolkit.runs import registry
 from toolkit.runs.long_operation import operation
+from toolkit.runs.records import registry
 from toolkit.runs.run import ForeignRun, Launcher, Run, ShownRun, pauses
 from toolkit.runs.state import RunStatus, sum_of
 

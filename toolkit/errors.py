@@ -17,8 +17,8 @@
 The command line shows these errors without a traceback, because the user can mend them. Any other
 exception is a bug of the toolkit. `toolkit/cli/exit_status.py` has the commands' other statuses.
 
-A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.failure`) is the failure
-of a run.
+A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.evidence.failure`) is the
+failure of a run.
 """
 
 import re

@@ -19,7 +19,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesLauncher
 from toolkit.kubernetes.client import connection
 from toolkit.profile import KubernetesProfile
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 
 TOKEN = "a-token-of-the-user"
 PROFILE = KubernetesProfile(name="k", namespace="default", workload="JobSet")

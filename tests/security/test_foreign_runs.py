@@ -24,8 +24,8 @@ from toolkit.cli import cli
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError, ToolkitError
 from toolkit.local import run_lock
-from toolkit.runs import registry
-from toolkit.runs.provenance import origin_of
+from toolkit.runs.records import registry
+from toolkit.runs.records.provenance import origin_of
 
 LOCAL = {"kind": "local", "name": "local", "runs_dir": "runs"}
 
@@ -455,7 +455,7 @@ def test_a_terminal_is_not_commanded_by_a_log(tmp_path: Path) -> None:
 
 
 def test_a_new_run_directory_is_for_its_owner_to_write_whatever_the_umask(tmp_path: Path) -> None:
-    from toolkit.runs import run_directory
+    from toolkit.runs.records import run_directory
 
     before = os.umask(0)
     try:

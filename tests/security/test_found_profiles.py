@@ -14,7 +14,7 @@ import toolkit
 from tests.conftest import ROOT, TOOLKIT
 from toolkit.errors import ProfileError
 from toolkit.profile import configuration_folder, load_profile, origin_notes
-from toolkit.runs.state_dir import state_folder
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.text.own_files import user_folder, why_not_own
 
 NOBODY = 65534

@@ -19,8 +19,8 @@ from tests.support.asked_slurm import ACCOUNTED, CONFIG, job_row, squeue
 from toolkit import checks
 from toolkit.cli.summary import goodput_lines, rows_of, summary_lines, summary_of
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile
-from toolkit.runs import registry, run_directory
-from toolkit.runs.provenance import origin_lines, origin_of
+from toolkit.runs.records import registry, run_directory
+from toolkit.runs.records.provenance import origin_lines, origin_of
 from toolkit.slurm import SlurmLauncher
 
 PROFILES: tuple[Profile, ...] = (

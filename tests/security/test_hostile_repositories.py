@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
-from toolkit.runs import git_commands, provenance
+from toolkit.runs.records import git_commands, provenance
 from toolkit.slurm.login.ssh_host import working_tree
 
 

@@ -32,19 +32,19 @@ from toolkit.kubernetes.client.connection import lines_of
 from toolkit.kubernetes.failure import ContainerOutput
 from toolkit.kubernetes.failure import first_failure as failure_of_pods
 from toolkit.kubernetes.pods import last_words
-from toolkit.runs import stacks
-from toolkit.runs.curves import curves_and_starts
-from toolkit.runs.forward import _Forwarder
-from toolkit.runs.goodput import goodput_of
-from toolkit.runs.log_reader import attempt_spans
-from toolkit.runs.progress import ProgressReader
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.evidence import stacks
+from toolkit.runs.evidence.progress import ProgressReader
+from toolkit.runs.evidence.startup import waits_for
+from toolkit.runs.records.log_reader import attempt_spans
+from toolkit.runs.records.registry import RunRecord
+from toolkit.runs.records.run_directory import read_metrics
+from toolkit.runs.records.scheduler_times import Scheduled
 from toolkit.runs.run import ForeignRun, Run
-from toolkit.runs.run_directory import read_metrics
-from toolkit.runs.scheduler_times import Scheduled
-from toolkit.runs.startup import waits_for
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.trackers import _AppendingTracker
+from toolkit.runs.views.curves import curves_and_starts
+from toolkit.runs.views.forward import _Forwarder
+from toolkit.runs.views.goodput import goodput_of
+from toolkit.runs.views.trackers import _AppendingTracker
 from toolkit.slurm.sweep import read_points
 from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
 from toolkit.supervisor.evidence.traceback import last_trace

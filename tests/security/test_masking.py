@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import toolkit
 from tests.security.fuzzing import guarded
-from toolkit.runs import run_secrets
-from toolkit.runs.run_secrets import require_secrets
+from toolkit.runs.records import run_secrets
+from toolkit.runs.records.run_secrets import require_secrets
 from toolkit.text import secret_scan
 from toolkit.text.secret_scan import Mask, marks_of
 

@@ -23,9 +23,9 @@ ALLOWED = {
     # The kernel's.
     "local/launcher.py": {"read_bytes"},
     # Files that are written, in folders that no other user may enter.
-    "runs/submission_journal.py": {"open(w)"},
-    "runs/registry.py": {"open(a)"},
-    "runs/state_dir.py": {"open(ab+)"},
+    "runs/records/submission_journal.py": {"open(w)"},
+    "runs/records/registry.py": {"open(a)"},
+    "runs/records/state_dir.py": {"open(ab+)"},
     "slurm/login/mirror.py": {"open(w)"},
     "slurm/snapshot.py": {"open(w)"},
     "cli/output.py": {"os.open"},

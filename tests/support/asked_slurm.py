@@ -7,7 +7,7 @@ from typing import Any
 
 import toolkit
 from toolkit.job.sweep import Point
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.submission import SlurmJob, write_jobs

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from toolkit.profile import Profile
-from toolkit.runs import registry
+from toolkit.runs.records import registry
 
 
 def remember(

@@ -13,7 +13,7 @@ import pytest
 
 import toolkit
 from tests.conftest import ROOT, TOOLKIT
-from toolkit.runs.failure import Failure, first_failure
+from toolkit.runs.evidence.failure import Failure, first_failure
 
 # A script as people write it: no @record. Rank 1 fails, and rank 0 loses it in a collective. None
 # ends before both have printed their errors: run.sh would end the later one.

@@ -17,9 +17,9 @@ import toolkit
 from tests.conftest import TOOLKIT, Until
 from tests.support.slurm_site import Site
 from toolkit.rendering.payload import archive
-from toolkit.runs.failure import first_failure
-from toolkit.runs.rank_waits import newest_waits
-from toolkit.runs.stacks import newest_straggler
+from toolkit.runs.evidence.failure import first_failure
+from toolkit.runs.evidence.rank_waits import newest_waits
+from toolkit.runs.evidence.stacks import newest_straggler
 
 # A script as people write it. Rank 1 hangs in its first start, after six steps or before the first.
 HANGING = """

@@ -441,7 +441,7 @@ def test_what_does_not_work_is_said_before_anything_is_brought(laptop: Laptop) -
 
 FETCH = """
 import pathlib, sys
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import SshConnection
 class Run:

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, TOOLKIT, Until
 from tests.fakes import fake_slurm
 from tests.support.processes import with_environment
 from toolkit.local.launcher import LocalLauncher
-from toolkit.runs import run_directory
+from toolkit.runs.records import run_directory
 from toolkit.runs.state import RunState
 
 JOB = """

@@ -10,8 +10,8 @@ import pytest
 import toolkit
 from tests.conftest import TOOLKIT
 from tests.support.slurm_site import Site
-from toolkit.runs.progress import progress_of
-from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.evidence.progress import progress_of
+from toolkit.runs.records.run_directory import read_metrics
 
 # The last rank prints figures, as in Megatron; all ranks print something. The first start is lost.
 PRINTING = """

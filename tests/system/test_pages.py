@@ -13,7 +13,7 @@ import toolkit
 from tests.conftest import ROOT
 from toolkit.cli import cli
 from toolkit.profile import load_profile
-from toolkit.runs.failure import Failure, headline
+from toolkit.runs.evidence.failure import Failure, headline
 from toolkit.slurm.status import in_words
 from toolkit.supervisor.evidence.echoes import is_echo
 from toolkit.supervisor.evidence.rank_end import judge

@@ -17,9 +17,9 @@ import toolkit
 from tests.conftest import Until
 from tests.support.browser import chromium, log_of
 from tests.support.told_run import ToldRun, run_at
-from toolkit.runs.goodput import Goodput
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views.goodput import Goodput
 
 PHASES = {"start": 4.0, "imports": 3.0, "process_group": 1.0, "setup": 2.0, "restore": 0.5}
 

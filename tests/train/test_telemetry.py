@@ -12,7 +12,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT
 from tests.support.record_schemas import faults_of
-from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.records.run_directory import read_metrics
 from train.telemetry import Telemetry
 
 SCRIPT = """

@@ -20,7 +20,7 @@ from benchmarks.goodput import (
     summary,
 )
 from tests.conftest import ROOT
-from toolkit.runs.goodput import BUCKETS, Goodput, Span
+from toolkit.runs.views.goodput import BUCKETS, Goodput, Span
 
 
 def played(productive_s: float, elapsed_s: float, *, again: int = 0, by_hand: int = 0) -> Round:

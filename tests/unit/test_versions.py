@@ -11,10 +11,10 @@ import toolkit
 from tests.conftest import ROOT
 from toolkit.cli import cli
 from toolkit.errors import NewerFormat, ProfileError, SpecError
-from toolkit.runs import run_directory
-from toolkit.runs.forward import forward
-from toolkit.runs.notebook import html_of
-from toolkit.runs.progress import progress_of
+from toolkit.runs.evidence.progress import progress_of
+from toolkit.runs.records import run_directory
+from toolkit.runs.views.forward import forward
+from toolkit.runs.views.notebook import html_of
 from train.rundir.files import Outcome, RunDirectory, read_lines
 from train.runtime.rank import RankInfo
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.summary import NO_ROWS, Row, point_text, summary_fields
-from toolkit.runs.progress import Progress
+from toolkit.runs.evidence.progress import Progress
 from toolkit.runs.state import RunState
 from toolkit.text import control
 

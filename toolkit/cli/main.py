@@ -97,7 +97,7 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     """Return the runs that a word may end as, for the shell: the names of your list."""
     from click.shell_completion import CompletionItem
 
-    from toolkit.runs import registry
+    from toolkit.runs.records import registry
 
     names = {record.name: None for record in registry.records()}
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]

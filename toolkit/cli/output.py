@@ -147,7 +147,7 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
         for line in failure.lines() if failure else ():
             say(line, err=True)
         return
-    from toolkit.runs.failure import headline
+    from toolkit.runs.evidence.failure import headline
 
     failed = ((point.name, point.failure(attempt=attempt)) for point in run.points)
     texts = [f"{name}: {headline(failure)}" for name, failure in failed if failure]
@@ -208,8 +208,8 @@ def print_end_and_exit(run: toolkit.Run) -> None:
 
 def print_end(run: toolkit.Run, status: toolkit.RunStatus) -> None:
     """Print how a run ended, its first failure, and what has interrupted it."""
-    from toolkit.runs.restarts import in_words
-    from toolkit.runs.stacks import steps_left_out
+    from toolkit.runs.evidence.restarts import in_words
+    from toolkit.runs.evidence.stacks import steps_left_out
 
     if status.state is toolkit.RunState.FAILED:
         echo_failure(run)
@@ -226,7 +226,7 @@ def in_parentheses(reason: str) -> str:
 
 
 def _say(run: toolkit.Run, text: str) -> None:
-    from toolkit.runs.run_secrets import mask_of
+    from toolkit.runs.records.run_secrets import mask_of
 
     say(mask_of(run.run_dir).hide(text), err=True)
 

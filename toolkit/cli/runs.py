@@ -319,7 +319,7 @@ def forward(
     The curves are those of the whole run, over all attempts; nothing changes for the training.
     """
     from toolkit.cli import operation_line
-    from toolkit.runs.forward import forward
+    from toolkit.runs.views.forward import forward
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     # Who follows a run for hours is not told each time that its new records are fetched.
@@ -342,7 +342,7 @@ def show(run: str, trust: bool, as_json: bool, diff: bool) -> None:
     """Show what a run was made from: commit, versions, packages, nodes."""
     from toolkit.cli import operation_line
     from toolkit.cli.summary import no_diff
-    from toolkit.runs.provenance import origin_lines, origin_of
+    from toolkit.runs.records.provenance import origin_lines, origin_of
 
     with operation_line.shown():
         origin = origin_of(toolkit.open_run(run, trust=trust))

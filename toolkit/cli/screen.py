@@ -21,7 +21,7 @@ from toolkit.cli.summary import (
     top_rows,
 )
 from toolkit.errors import RunLost
-from toolkit.runs.progress import ProgressReader
+from toolkit.runs.evidence.progress import ProgressReader
 from toolkit.runs.run import pauses
 
 if TYPE_CHECKING:

@@ -13,19 +13,19 @@ from typing import Any
 
 from toolkit.api import statuses
 from toolkit.errors import LauncherError, NewerFormat
-from toolkit.runs import run_directory
-from toolkit.runs.failure import headline
-from toolkit.runs.goodput import BUCKETS, Goodput
-from toolkit.runs.progress import Progress, ProgressReader
-from toolkit.runs.proof_record import exceptions_of
-from toolkit.runs.quiet_nodes import quiet_nodes
-from toolkit.runs.rank_waits import newest_waits
-from toolkit.runs.restarts import in_words, number_of
+from toolkit.runs.evidence.failure import headline
+from toolkit.runs.evidence.progress import Progress, ProgressReader
+from toolkit.runs.evidence.quiet_nodes import quiet_nodes
+from toolkit.runs.evidence.rank_waits import newest_waits
+from toolkit.runs.evidence.restarts import in_words, number_of
+from toolkit.runs.evidence.stacks import newest_stall, newest_straggler, steps_left_out
+from toolkit.runs.evidence.startup import waits_for
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.proof_record import exceptions_of
+from toolkit.runs.records.run_secrets import mask_of
 from toolkit.runs.run import Run
-from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import newest_stall, newest_straggler, steps_left_out
-from toolkit.runs.startup import waits_for
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views.goodput import BUCKETS, Goodput
 from toolkit.text.quantities import rounded_duration
 
 NO_ROWS = "no run of yours goes on"

@@ -20,7 +20,7 @@ from toolkit.kubernetes import KubernetesLauncher
 from toolkit.local.launcher import LocalLauncher
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, as_profile
-from toolkit.runs.state_dir import state_folder
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.slurm import SlurmLauncher
 
 R = TypeVar("R")

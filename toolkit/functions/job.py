@@ -15,8 +15,8 @@ from toolkit.api import open_run
 from toolkit.errors import LauncherError
 from toolkit.functions.payload import SubmittedCall
 from toolkit.kubernetes import KubernetesRun, volume
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import Span, end_of
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import Span, end_of
 from toolkit.runs.run import Run, ShownRun, pauses
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted

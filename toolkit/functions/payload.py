@@ -18,8 +18,8 @@ from submitit.core.utils import DelayedSubmission
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import attempt_numbers
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import attempt_numbers
 from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
 from toolkit.text import untrusted
 

@@ -28,7 +28,7 @@ from toolkit.kubernetes.pods import (
     true_conditions,
 )
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.failure import Failure, first_of
+from toolkit.runs.evidence.failure import Failure, first_of
 from toolkit.supervisor.evidence.rank_end import exited, judge, kind_of
 from toolkit.supervisor.evidence.torchrun_report import (
     Reported,

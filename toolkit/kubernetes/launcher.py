@@ -1,8 +1,8 @@
 """Submits runs to a Kubernetes cluster, and opens earlier ones.
 
-A submission is written down first (toolkit/runs/submission_journal.py). If the client is killed or
-gets no answer, the run is opened later by this record: its existing objects are listed, and
-half-created ones are completed.
+A submission is written down first (toolkit/runs/records/submission_journal.py). If the client is
+killed or gets no answer, the run is opened later by this record: its existing objects are listed,
+and half-created ones are completed.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL, payload_dir_of
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
-from toolkit.runs import provenance, registry, submission_journal
 from toolkit.runs.long_operation import operation
+from toolkit.runs.records import provenance, registry, submission_journal
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
 

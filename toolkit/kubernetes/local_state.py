@@ -16,9 +16,9 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec, load
-from toolkit.runs.restarts import Restart
+from toolkit.runs.evidence.restarts import Restart
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
 from toolkit.text.yaml_reader import write_document
 

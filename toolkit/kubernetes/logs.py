@@ -17,7 +17,7 @@ from toolkit.kubernetes.client.connection import Away, Missing, hang_up, lines_o
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.pods import attempt_of, container_statuses
 from toolkit.kubernetes.workloads import Object, WorkloadKind
-from toolkit.runs.log_reader import LogFilter, LogView
+from toolkit.runs.records.log_reader import LogFilter, LogView
 
 _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""

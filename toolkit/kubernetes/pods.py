@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.scheduler_times import Scheduled
+from toolkit.runs.records.scheduler_times import Scheduled
 from toolkit.supervisor.evidence.rank_end import STOPS
 from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
 from toolkit.supervisor.evidence.traceback import last_trace

@@ -20,7 +20,7 @@ from toolkit.kubernetes.pods import (
     short_name,
 )
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.restarts import Restart
+from toolkit.runs.evidence.restarts import Restart
 
 
 class _Gap(NamedTuple):

@@ -35,14 +35,14 @@ from toolkit.kubernetes.status import (
 from toolkit.kubernetes.volume import fetch
 from toolkit.kubernetes.workloads import Object, WorkloadKind, pod_names_of, pods_of
 from toolkit.planning.pods import RUN_LABEL, SWEEP_LABEL
-from toolkit.runs import registry
-from toolkit.runs.failure import Failure
-from toolkit.runs.log_reader import LogView
-from toolkit.runs.restarts import Restart
+from toolkit.runs.evidence.failure import Failure
+from toolkit.runs.evidence.restarts import Restart
+from toolkit.runs.evidence.stacks import Exchange
+from toolkit.runs.records import registry
+from toolkit.runs.records.log_reader import LogView
+from toolkit.runs.records.run_secrets import mask_of, redacted
+from toolkit.runs.records.scheduler_times import Scheduled
 from toolkit.runs.run import Run, unfinished_of
-from toolkit.runs.run_secrets import mask_of, redacted
-from toolkit.runs.scheduler_times import Scheduled
-from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 
 SETTLED_S = 120.0

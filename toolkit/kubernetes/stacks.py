@@ -8,7 +8,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, Missing
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import Cluster
-from toolkit.runs.stacks import NO_WATCHDOG
+from toolkit.runs.evidence.stacks import NO_WATCHDOG
 
 _AT_ONCE = 8
 

@@ -12,7 +12,7 @@ from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.volume import placed
 from toolkit.kubernetes.workloads import KINDS, ApiResource, Object, RunObjects, WorkloadKind
 from toolkit.runs.long_operation import Report, operation
-from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.runs.records.submission_journal import UnknownOutcome
 
 TOGETHER = 16
 """Batch size of a sweep's submission: at most this many runs are half-created if the process is

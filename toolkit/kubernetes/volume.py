@@ -22,7 +22,7 @@ from toolkit.kubernetes.pods import is_up, sentence, trouble
 from toolkit.kubernetes.workloads import Object, WorkloadKind, owned
 from toolkit.planning.pods import MANAGER
 from toolkit.runs.long_operation import Report, operation
-from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.runs.records.submission_journal import UnknownOutcome
 from toolkit.text.quantities import rounded_size
 from toolkit.text.yaml_reader import documents_of
 

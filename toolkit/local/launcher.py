@@ -21,10 +21,10 @@ from toolkit.planning.local import LocalPlan
 from toolkit.planning.plans import refusal
 from toolkit.profile import LocalProfile
 from toolkit.rendering import render
-from toolkit.runs import log_reader, provenance, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span
+from toolkit.runs.records import log_reader, provenance, registry, run_directory
+from toolkit.runs.records.log_reader import LogView, Span
+from toolkit.runs.records.run_secrets import require_secrets, secret_problems
 from toolkit.runs.run import Launcher, Run, new_run_name, require_unfinished
-from toolkit.runs.run_secrets import require_secrets, secret_problems
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text import untrusted
 from toolkit.text.own_files import create

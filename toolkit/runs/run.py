@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, cast
 
 from toolkit.errors import InputError, LauncherError, RunLost, RunNotFound
 from toolkit.planning import LaunchPlan
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView, read_run, spans_of
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.run_secrets import mask_of, redacted
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import LogView, read_run, spans_of
+from toolkit.runs.records.registry import RunRecord
+from toolkit.runs.records.run_secrets import mask_of, redacted
 from toolkit.runs.state import RunState, RunStatus, sum_of
 from toolkit.text.quantities import whole_number
 
 if TYPE_CHECKING:
-    from toolkit.runs.failure import Failure
-    from toolkit.runs.goodput import Goodput
-    from toolkit.runs.report import Report
-    from toolkit.runs.restarts import Restart
-    from toolkit.runs.scheduler_times import Scheduled
-    from toolkit.runs.stacks import Exchange, Stacks
+    from toolkit.runs.evidence.failure import Failure
+    from toolkit.runs.evidence.restarts import Restart
+    from toolkit.runs.evidence.stacks import Exchange, Stacks
+    from toolkit.runs.records.scheduler_times import Scheduled
+    from toolkit.runs.views.goodput import Goodput
+    from toolkit.runs.views.report import Report
 
 _NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
 
@@ -180,7 +180,7 @@ class Run(abc.ABC):
         It is read from the run directory; no scheduler is queried. Without a number, the newest
         attempt is meant.
         """
-        from toolkit.runs.failure import first_failure
+        from toolkit.runs.evidence.failure import first_failure
 
         if self.run_dir is None:
             return None
@@ -192,7 +192,7 @@ class Run(abc.ABC):
 
         None where this machine does not see the run directory, and of a sweep, whose points have.
         """
-        from toolkit.runs.restarts import restarts_in
+        from toolkit.runs.evidence.restarts import restarts_in
 
         if self.run_dir is None or self.points:
             return ()
@@ -200,7 +200,7 @@ class Run(abc.ABC):
 
     def count_restarts(self) -> int:
         """Return how many restarts these are, at less cost; of very many nodes at least so many."""
-        from toolkit.runs.restarts import count_restarts
+        from toolkit.runs.evidence.restarts import count_restarts
 
         return count_restarts(self.run_dir) if self.run_dir and not self.points else 0
 
@@ -210,7 +210,7 @@ class Run(abc.ABC):
         Raises:
             LauncherError: the run has no watchdog, none has answered, or this is a sweep.
         """
-        from toolkit.runs.stacks import ask_watchdogs
+        from toolkit.runs.evidence.stacks import ask_watchdogs
 
         if self.points:
             raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
@@ -224,7 +224,7 @@ class Run(abc.ABC):
 
     def _exchange(self) -> "Exchange":
         """Return the way to the watchdogs on the nodes."""
-        from toolkit.runs.stacks import FolderExchange
+        from toolkit.runs.evidence.stacks import FolderExchange
 
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
@@ -275,7 +275,7 @@ class Run(abc.ABC):
         Raises:
             LauncherError: the run directory cannot be seen from here, or this is a sweep.
         """
-        from toolkit.runs.goodput import Price, goodput_of
+        from toolkit.runs.views.goodput import Price, goodput_of
 
         if self.points:
             raise LauncherError(f"{self.uri} is a sweep; ask for a point, such as {self.uri}_0")
@@ -288,7 +288,7 @@ class Run(abc.ABC):
 
     def scheduled(self) -> "Sequence[Scheduled]":
         """Return when the scheduler queued the attempts and gave them nodes, where known."""
-        from toolkit.runs.scheduler_times import scheduled_in
+        from toolkit.runs.records.scheduler_times import scheduled_in
 
         return scheduled_in(self.run_dir) if self.run_dir else []
 
@@ -298,7 +298,7 @@ class Run(abc.ABC):
         A notebook shows it; `report().save("run.html")` keeps it. Of a sweep, the points are
         compared; `toolkit.report()` compares runs.
         """
-        from toolkit.runs.report import report
+        from toolkit.runs.views.report import report
 
         return report([self])
 
@@ -313,7 +313,7 @@ class Run(abc.ABC):
             TimeoutError: it has not ended, `timeout_s` seconds later.
             RunLost: its status is lost for good.
         """
-        from toolkit.runs.notebook import ProgressDisplay
+        from toolkit.runs.views.notebook import ProgressDisplay
 
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if progress is None:
@@ -350,14 +350,14 @@ class Run(abc.ABC):
         """
         if not self.record.profile.get("notify"):
             return
-        from toolkit.runs.notify import tell_end
+        from toolkit.runs.views.notify import tell_end
 
         for part, end in zip(self.parts, points or self.statuses() or [status], strict=True):
             tell_end(part.record, end)
 
     def _repr_html_(self) -> str:
         """Show the run in a notebook: its state, how far it is, and the curve of its loss."""
-        from toolkit.runs.notebook import html_of
+        from toolkit.runs.views.notebook import html_of
 
         return html_of(self)
 

@@ -13,9 +13,9 @@ from toolkit.planning import plan
 from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
-from toolkit.runs import provenance, registry, run_directory, submission_journal
+from toolkit.runs.records import provenance, registry, run_directory, submission_journal
+from toolkit.runs.records.run_secrets import require_secrets
 from toolkit.runs.run import Launcher, Run, new_run_name
-from toolkit.runs.run_secrets import require_secrets
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.commands import Command, refused, run_command
 from toolkit.slurm.login.host import LoginNode, RunFolder

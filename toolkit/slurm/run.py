@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.runs import log_reader, registry, run_directory
-from toolkit.runs.log_reader import LogView, Span
+from toolkit.runs.evidence.stacks import Exchange
+from toolkit.runs.records import log_reader, registry, run_directory
+from toolkit.runs.records.log_reader import LogView, Span
 from toolkit.runs.run import Run, require_unfinished
-from toolkit.runs.stacks import Exchange
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.snapshot import Snapshot

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError
+from toolkit.runs.records.state_dir import lock_file, state_folder
 from toolkit.runs.state import RunState
-from toolkit.runs.state_dir import lock_file, state_folder
 from toolkit.slurm.commands import (
     Command,
     ask_accounting,

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.runs import log_reader, run_directory
+from toolkit.runs.records import log_reader, run_directory
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.supervisor.evidence.cause import program_error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.runs.submission_journal import UnknownOutcome
+from toolkit.runs.records.submission_journal import UnknownOutcome
 from toolkit.slurm.commands import ask_mine, refused
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.ssh import Hung, Lost

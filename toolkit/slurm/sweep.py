@@ -14,9 +14,9 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError
 from toolkit.job.sweep import Point
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import LogView, follow_points
-from toolkit.runs.log_reader import read_points as read_lines_of
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import LogView, follow_points
+from toolkit.runs.records.log_reader import read_points as read_lines_of
 from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun

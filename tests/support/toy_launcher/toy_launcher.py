@@ -10,7 +10,7 @@ import toolkit
 from toolkit.local.launcher import LocalLauncher, LocalRun
 from toolkit.planning.local import LocalPlan
 from toolkit.profile.base import SiteProfile
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.run import Launcher, Run
 
 

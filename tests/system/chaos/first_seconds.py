@@ -32,7 +32,7 @@ from tests.system.chaos.frame import Trial
 from tests.system.chaos.play import Broken, wait_for
 from tests.system.chaos.starts import GATED, LIMIT_S, PHASES, Start, gated, wait_line
 from tests.system.chaos.tiny import STEPS, checkpoint, digest
-from toolkit.runs.restarts import restarts_in
+from toolkit.runs.evidence.restarts import restarts_in
 from toolkit.runs.state import RunState
 from toolkit.slurm import SlurmLauncher
 

@@ -21,7 +21,7 @@ from tests.support.slurm_site import Site
 from toolkit.api import open_run
 from toolkit.cli.summary import summary_lines, summary_of
 from toolkit.job.spec import JobSpec
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.state import RunStatus
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.run import SlurmRun

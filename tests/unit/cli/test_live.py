@@ -8,7 +8,7 @@ from rich.console import Console
 
 from toolkit.cli.live import LiveScreen
 from toolkit.cli.summary import Row
-from toolkit.runs.progress import Progress
+from toolkit.runs.evidence.progress import Progress
 from toolkit.runs.state import RunState
 
 HOSTILE = "[red]x[/red] \x1b[31mred\x1b]0;title\x07 :boom: \u202egnp"

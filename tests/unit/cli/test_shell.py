@@ -12,7 +12,7 @@ import toolkit
 from tests.conftest import ROOT, TOOLKIT
 from toolkit.cli import cli
 from toolkit.cli.main import _profiles
-from toolkit.runs import registry
+from toolkit.runs.records import registry
 
 
 def completed(line: str, cwd: Path = ROOT) -> list[str]:

@@ -17,8 +17,8 @@ from tests.fakes.kubernetes import FakeKubernetes, Fault
 from tests.unit.kubernetes.site import CANCELLED, FAILED, GROUPS, PENDING, UNKNOWN, runtime
 from toolkit.errors import LauncherError
 from toolkit.job.kubernetes_options import Workload
-from toolkit.runs import registry
-from toolkit.runs.state_dir import state_folder
+from toolkit.runs.records import registry
+from toolkit.runs.records.state_dir import state_folder
 
 POLICY = ".*/networkpolicies/.*"
 HOUR_S = 3600.0

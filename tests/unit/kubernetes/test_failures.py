@@ -15,7 +15,7 @@ from tests.unit.kubernetes.site import Site, a_job, every_workload, short
 from toolkit.cli.summary import summary_of
 from toolkit.errors import LauncherError
 from toolkit.kubernetes import KubernetesRun
-from toolkit.runs.failure import Failure
+from toolkit.runs.evidence.failure import Failure
 
 VERDICT = "torchrun ended with 1; failed: killed; started again: 138"
 STOPPED = "torchrun ended with 1; preempted: stopped from outside; started again: 138"

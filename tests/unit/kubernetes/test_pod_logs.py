@@ -10,7 +10,7 @@ from tests.unit.kubernetes.site import Site, a_job, every_workload, short
 from toolkit.errors import InputError, LauncherError
 from toolkit.kubernetes.logs import Round, read_lines
 from toolkit.kubernetes.workloads import Object
-from toolkit.runs.log_reader import LogView
+from toolkit.runs.records.log_reader import LogView
 
 
 @every_workload

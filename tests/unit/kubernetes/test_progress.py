@@ -15,7 +15,7 @@ from toolkit.kubernetes import glimpse
 from toolkit.kubernetes.client.connection import Denied
 from toolkit.kubernetes.client.resources import Cluster
 from toolkit.kubernetes.glimpse import Glimpse
-from toolkit.runs.progress import ProgressReader
+from toolkit.runs.evidence.progress import ProgressReader
 from toolkit.runs.state import RunState
 
 PRINTING = """

@@ -10,7 +10,7 @@ from tests.unit.kubernetes.test_states import pod
 from toolkit.cli.summary import rows_of, summary_of
 from toolkit.kubernetes.pods import seconds_of
 from toolkit.kubernetes.restarts import restarts_of
-from toolkit.runs.restarts import in_words
+from toolkit.runs.evidence.restarts import in_words
 
 VERDICT = "torchrun ended with 1; failed: rank 1: ValueError: NaN; started again: 138\n"
 KILLED = "[rank 1] ValueError: NaN\n" + VERDICT

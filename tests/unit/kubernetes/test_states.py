@@ -15,7 +15,7 @@ from toolkit.kubernetes.status import (
     stuck_objects,
 )
 from toolkit.kubernetes.workloads import KINDS
-from toolkit.runs.scheduler_times import Scheduled
+from toolkit.runs.records.scheduler_times import Scheduled
 from toolkit.runs.state import RunState, RunStatus
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN

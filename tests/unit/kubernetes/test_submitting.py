@@ -30,7 +30,7 @@ from toolkit.kubernetes import KubernetesLauncher, dry_run
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile
 from toolkit.rendering import render
-from toolkit.runs import registry
+from toolkit.runs.records import registry
 
 PROFILE = make_profile("Job")
 

@@ -32,7 +32,7 @@ from tests.unit.kubernetes.site import (
 )
 from toolkit.kubernetes.status import state_of
 from toolkit.kubernetes.workloads import KINDS
-from toolkit.runs.stacks import Stacks
+from toolkit.runs.evidence.stacks import Stacks
 
 pytestmark = pytest.mark.any_cluster
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.runs.curves import Curve, curves_and_starts
-from toolkit.runs.run_directory import PLACE, read_metrics
+from toolkit.runs.records.run_directory import PLACE, read_metrics
+from toolkit.runs.views.curves import Curve, curves_and_starts
 
 
 def curve(values: list[float]) -> Curve:

@@ -12,10 +12,10 @@ import toolkit
 from tests.conftest import Until
 from tests.support.event_files import curve, read_by_tensorboard
 from tests.support.told_run import ToldRun, run_at
-from toolkit.runs.forward import forward
+from toolkit.runs.records.run_directory import read_metrics
 from toolkit.runs.run import Run
-from toolkit.runs.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views.forward import forward
 
 
 def record(folder: Path, *steps: int, loss: float = 1.0, **more: Any) -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.cli.summary import goodput_lines
-from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
-from toolkit.runs.progress import progress_of
-from toolkit.runs.scheduler_times import Scheduled, scheduled_in
+from toolkit.runs.evidence.progress import progress_of
+from toolkit.runs.records.scheduler_times import Scheduled, scheduled_in
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views.goodput import BUCKETS, Goodput, Price, goodput_of
 
 SUBMITTED = 1_000_000.0
 PHASES = {"start": 4.0, "imports": 3.0, "process_group": 1.0, "setup": 2.0, "restore": 0.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.output import follow_lines
-from toolkit.runs.log_reader import (
+from toolkit.runs.records.log_reader import (
     LogView,
     Span,
     Tail,
@@ -17,7 +17,7 @@ from toolkit.runs.log_reader import (
     follow_points,
     read_points,
 )
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
 

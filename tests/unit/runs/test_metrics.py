@@ -11,10 +11,10 @@ import pandas
 import pytest
 
 from tests.support.told_run import ToldRun, run_at
-from toolkit.runs import curves
-from toolkit.runs.notebook import Curve
-from toolkit.runs.run_directory import read_metrics
+from toolkit.runs.records.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views import curves
+from toolkit.runs.views.notebook import Curve
 
 
 def write(folder: Path, *records: dict[str, Any]) -> None:
@@ -83,7 +83,8 @@ def test_metrics_are_a_data_frame_and_a_list_without_pandas(tmp_path: Path) -> N
         "import sys; sys.modules['pandas'] = None\n"  # as where it is not installed
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'pandas' else find(name, *a)\n"
-        "from pathlib import Path; from toolkit.runs.run_directory import read_metrics, table\n"
+        "from pathlib import Path\n"
+        "from toolkit.runs.records.run_directory import read_metrics, table\n"
         "print([row['loss'] for row in table(read_metrics(Path(sys.argv[1])))])"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.runs import progress
-from toolkit.runs.progress import ProgressReader, progress_of
+from toolkit.runs.evidence import progress
+from toolkit.runs.evidence.progress import ProgressReader, progress_of
 
 NOW = 1_000_000.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from toolkit import __version__
-from toolkit.runs import provenance, registry
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records import provenance, registry
+from toolkit.runs.records.registry import RunRecord
 
 
 @pytest.fixture

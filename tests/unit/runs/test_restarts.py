@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.told_run import run_at
 from toolkit.cli.summary import point_text, rows_of, summary_of
-from toolkit.runs.restarts import count_restarts, in_words, restarts_in
+from toolkit.runs.evidence.restarts import count_restarts, in_words, restarts_in
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.text.secret_scan import Mask
 

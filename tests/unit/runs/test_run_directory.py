@@ -7,7 +7,7 @@ import pytest
 
 import toolkit
 from toolkit.errors import LauncherError
-from toolkit.runs import run_directory
+from toolkit.runs.records import run_directory
 from toolkit.runs.state import RunState
 from toolkit.supervisor.policy import sentence
 

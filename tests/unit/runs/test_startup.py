@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.runs.progress import progress_of
-from toolkit.runs.startup import waits_for
+from toolkit.runs.evidence.progress import progress_of
+from toolkit.runs.evidence.startup import waits_for
 
 NOW = 1_000_000.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.runs.log_reader import LogFilter, LogView
+from toolkit.runs.records.log_reader import LogFilter, LogView
 from toolkit.supervisor.evidence.torchrun_report import read_reports
 
 STOPPED = """\

@@ -17,9 +17,9 @@ from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from tests.unit.runs.test_forward import ended, record, restarted
 from toolkit.cli import runs as commands
-from toolkit.runs.forward import forward
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.trackers import TRACKERS, _AppendingTracker, _Row
+from toolkit.runs.views.forward import forward
+from toolkit.runs.views.trackers import TRACKERS, _AppendingTracker, _Row
 
 PACKAGES = ROOT / ".cache/trackers"
 """Where tests/peers.sh puts the real trackers."""
@@ -111,7 +111,7 @@ FORWARD = """
 import sys
 from pathlib import Path
 from tests.support.told_run import run_at
-from toolkit.runs.forward import forward
+from toolkit.runs.views.forward import forward
 from toolkit.runs.state import RunState, RunStatus
 tracker, folder, state, output = sys.argv[1:]
 run = run_at(Path(folder))

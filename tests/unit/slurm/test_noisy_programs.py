@@ -23,7 +23,7 @@ from tests.support.asked_slurm import ACCOUNTED, CONFIG, JOBS, PLACES, job_row, 
 from toolkit.errors import LauncherError
 from toolkit.local.train_arguments import train_problems
 from toolkit.profile.detect import discover
-from toolkit.runs import provenance
+from toolkit.runs.records import provenance
 from toolkit.runs.state import RunState
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.commands import ask_accounting, ask_jobs, ask_mine, ask_places, run_command

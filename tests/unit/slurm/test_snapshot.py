@@ -11,7 +11,7 @@ import pytest
 
 import toolkit
 from tests.support.asked_slurm import JOBS, Slurm, User, counted, fake_squeue, job_row, shown
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.login.host import LoginNode
 from toolkit.slurm.run import SlurmRun

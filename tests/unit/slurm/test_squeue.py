@@ -16,7 +16,7 @@ from tests.support.asked_slurm import JOBS, Slurm, User, counted, fake_squeue, s
 from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
 from toolkit.local.launcher import LocalRun
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm.commands import Command, ask_jobs, ask_mine, ask_places, run_command
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.status import JobRow, expected, in_words, status_of

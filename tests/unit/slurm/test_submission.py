@@ -17,9 +17,9 @@ from tests.conftest import ROOT, TOOLKIT, Cluster
 from tests.support.asked_slurm import CONFIG, JOBS, job_row
 from tests.support.run_records import remember
 from tests.support.slurm_site import Site
-from toolkit.runs import registry, submission_journal
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.state_dir import state_folder
+from toolkit.runs.records import registry, submission_journal
+from toolkit.runs.records.registry import RunRecord
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.slurm import SlurmLauncher
 
 LATER = {"begin": "now+1hour"}

@@ -21,7 +21,8 @@ from tests.support.told_run import run_at
 from toolkit.cli import output
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.kubernetes.pods import last_words
-from toolkit.runs import report, run_directory
+from toolkit.runs.records import run_directory
+from toolkit.runs.views import report
 from toolkit.supervisor import local, pod
 from toolkit.supervisor.evidence.cause import LOOPBACK
 from toolkit.supervisor.notify import Receivers

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.record_schemas import faults_of
 from tests.support.watchdog import program
-from toolkit.runs.goodput import goodput_of
-from toolkit.runs.progress import progress_of
-from toolkit.runs.run_directory import read_metrics
-from toolkit.runs.stacks import steps_left_out
+from toolkit.runs.evidence.progress import progress_of
+from toolkit.runs.evidence.stacks import steps_left_out
+from toolkit.runs.records.run_directory import read_metrics
+from toolkit.runs.views.goodput import goodput_of
 
 OURS = r"step (?P<step>\d+) loss (?P<loss>\S+)"
 

@@ -11,8 +11,8 @@ import toolkit.job.spec
 from tests.conftest import TOOLKIT
 from tests.fakes import fake_slurm
 from toolkit.errors import InputError, LauncherError, PlanError, ProfileError
-from toolkit.runs import run_directory
-from toolkit.runs.run_secrets import redacted, require_secrets
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.run_secrets import redacted, require_secrets
 from toolkit.text import secret_scan
 
 LETTERS = "aB3dE6gH9jK2mN5pQ8sT1vW4yZ7bC0xF"

@@ -9,10 +9,10 @@ from subprocess import CompletedProcess
 
 from toolkit.errors import LauncherError
 from toolkit.profile import SlurmProfile
-from toolkit.runs import run_directory
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.evidence.stacks import Exchange
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.run import Run
-from toolkit.runs.stacks import Exchange
 from toolkit.slurm.commands import Command
 from toolkit.slurm.snapshot import SnapshotCache
 

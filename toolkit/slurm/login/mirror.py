@@ -14,8 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from toolkit.errors import LauncherError
+from toolkit.runs.records.state_dir import lock_file
 from toolkit.runs.run import Run
-from toolkit.runs.state_dir import lock_file
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.text.answers import error_line
 

@@ -23,13 +23,13 @@ from toolkit.errors import LauncherError
 from toolkit.job.environment import of_slurm_command_in_bash
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import path_quote
-from toolkit.runs import run_directory
-from toolkit.runs.git_commands import is_own_tree, rev_parse, run_git
+from toolkit.runs.evidence.stacks import NO_WATCHDOG, Exchange
 from toolkit.runs.long_operation import Report, operation
-from toolkit.runs.registry import RunRecord
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.git_commands import is_own_tree, rev_parse, run_git
+from toolkit.runs.records.registry import RunRecord
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.runs.run import Run
-from toolkit.runs.stacks import NO_WATCHDOG, Exchange
-from toolkit.runs.state_dir import state_folder
 from toolkit.slurm.login.host import DOUBTFUL, LoginNode, RunFolder
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import Hung, Lost, SshConnection, connection_to

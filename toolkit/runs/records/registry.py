@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
-from toolkit.runs import submission_journal
-from toolkit.runs.state_dir import append, state_folder
+from toolkit.runs.records import submission_journal
+from toolkit.runs.records.state_dir import append, state_folder
 from toolkit.text import control, untrusted
 
 _VERSION = 1
@@ -52,8 +52,8 @@ class RunRecord:
     """The run directory's path on that host; None where this machine sees the directory itself."""
 
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Commit, changes and versions at the submission (toolkit/runs/provenance.py); empty in records
-    of older versions."""
+    """Commit, changes and versions at the submission (toolkit/runs/records/provenance.py); empty in
+    records of older versions."""
 
     believed: bool = True
     """Whether the record is this user's own; that of a run directory that was opened by its path

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError, NewerFormat
 from toolkit.job.spec import JobSpec
-from toolkit.runs.log_reader import (
+from toolkit.runs.records.log_reader import (
     Span,
     attempt_folders,
     attempt_numbers,
     last_objects,
     modified_at,
 )
-from toolkit.runs.record_version import require_known
+from toolkit.runs.records.record_version import require_known
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.supervisor.policy import sentence
 from toolkit.text import untrusted

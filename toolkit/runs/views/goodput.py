@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError
-from toolkit.runs.record_version import require_known
-from toolkit.runs.scheduler_times import Schedule, Scheduled
+from toolkit.runs.records.record_version import require_known
+from toolkit.runs.records.scheduler_times import Schedule, Scheduled
 from toolkit.text import control, untrusted
 
 BUCKETS = {

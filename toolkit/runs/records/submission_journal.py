@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import LauncherError, SchedulerMissing
-from toolkit.runs.state_dir import lock_file
+from toolkit.runs.records.state_dir import lock_file
 from toolkit.text import untrusted
 
 _VERSION = 1

@@ -375,7 +375,7 @@ def _sweep_of(run: "Run") -> str | None:
 
 
 def _settings_of(run: "Run") -> dict[str, str]:
-    from toolkit.runs.report import settings_of
+    from toolkit.runs.views.report import settings_of
 
     return settings_of(run)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import InputError, LauncherError
+from toolkit.runs.records.state_dir import state_folder
 from toolkit.runs.state import RunState, RunStatus
-from toolkit.runs.state_dir import state_folder
 from toolkit.text import untrusted
 
 if TYPE_CHECKING:

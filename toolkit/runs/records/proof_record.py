@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from toolkit.runs.record_version import require_known
+from toolkit.runs.records.record_version import require_known
 from toolkit.text import control, untrusted
 
 _LONGEST = 500

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.runs.log_reader import Span, attempt_spans, end_of, modified_at, nodes_of
+from toolkit.runs.records.log_reader import Span, attempt_spans, end_of, modified_at, nodes_of
 from toolkit.supervisor.evidence.torchrun_report import Reported, read_reports, shift_s
 from toolkit.text import untrusted
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
 from toolkit.errors import LauncherError, NewerFormat
-from toolkit.runs.git_commands import is_own_tree, rev_parse, run_git, without_filters
-from toolkit.runs.record_version import require_known
+from toolkit.runs.records.git_commands import is_own_tree, rev_parse, run_git, without_filters
+from toolkit.runs.records.record_version import require_known
 from toolkit.text import secret_scan, untrusted
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from datetime import datetime
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from toolkit.runs.failure import earlier_failures, first_failure
-from toolkit.runs.log_reader import attempt_folders, attempt_spans, end_of, modified_at
-from toolkit.runs.rank_folders import RankStart, begins_of, count_starts, starts_of
-from toolkit.runs.run_directory import reason_of
+from toolkit.runs.evidence.failure import earlier_failures, first_failure
+from toolkit.runs.evidence.rank_folders import RankStart, begins_of, count_starts, starts_of
+from toolkit.runs.records.log_reader import attempt_folders, attempt_spans, end_of, modified_at
+from toolkit.runs.records.run_directory import reason_of
 from toolkit.supervisor.evidence.rank_end import exited
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask

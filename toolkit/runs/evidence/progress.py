@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.errors import LauncherError
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import Tail
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import Tail
 from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
 

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit.errors import InputError, LauncherError, Problem
 from toolkit.planning import LaunchPlan
 from toolkit.planning.plans import refusal
-from toolkit.runs.state_dir import append, state_folder
+from toolkit.runs.records.state_dir import append, state_folder
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.secret_scan import Mark, Mask, marks_of
 from toolkit.text.yaml_reader import read_document

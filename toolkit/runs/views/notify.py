@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.job.spec import Notify
-from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.registry import RunRecord
-from toolkit.runs.restarts import in_words, restarts_in
-from toolkit.runs.run_secrets import mask_of
+from toolkit.runs.evidence.restarts import in_words, restarts_in
+from toolkit.runs.records.log_reader import attempt_folders
+from toolkit.runs.records.registry import RunRecord
+from toolkit.runs.records.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.supervisor.notify import Receivers, printable, send
 from toolkit.text import untrusted

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from toolkit.runs import run_directory
-from toolkit.runs.log_reader import attempt_folders
-from toolkit.runs.rank_folders import RankStart, reports_of, starts_of
+from toolkit.runs.evidence.rank_folders import RankStart, reports_of, starts_of
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import attempt_folders
 from toolkit.supervisor.evidence.rank_end import RankEnd, in_words, judge, kind_of, order
 from toolkit.supervisor.evidence.torchrun_report import Reported
 from toolkit.supervisor.evidence.traceback import Trace, last_trace

@@ -7,7 +7,7 @@ While its torchrun runs, each node writes its clock into `alive-N` of the attemp
 from itertools import islice
 from pathlib import Path
 
-from toolkit.runs.log_reader import attempt_folders, modified_at, nodes_of
+from toolkit.runs.records.log_reader import attempt_folders, modified_at, nodes_of
 from toolkit.text import control, untrusted
 from toolkit.text.quantities import rounded_duration, whole_number
 

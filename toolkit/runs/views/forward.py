@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import InputError, LauncherError
-from toolkit.runs.curves import figures_of
+from toolkit.runs.records.run_directory import MetricReader
 from toolkit.runs.run import pauses
-from toolkit.runs.run_directory import MetricReader
-from toolkit.runs.trackers import Tracker, opened
+from toolkit.runs.views.curves import figures_of
+from toolkit.runs.views.trackers import Tracker, opened
 from toolkit.text import untrusted
 
 if TYPE_CHECKING:

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 from toolkit import __version__
 from toolkit.errors import InputError, LauncherError
 from toolkit.rendering import page_environment, template_text
-from toolkit.runs import run_directory
-from toolkit.runs.curves import Curve, Start, curves_and_starts
-from toolkit.runs.goodput import BUCKETS, Goodput, Price, goodput_of
-from toolkit.runs.log_reader import attempt_folders, nodes_of
-from toolkit.runs.provenance import origin_lines, origin_of
-from toolkit.runs.rank_waits import RankWaits, mean_waits, waits_in
-from toolkit.runs.restarts import Restart, in_words
-from toolkit.runs.run_secrets import mask_of
-from toolkit.runs.stacks import Stall, stalls_of, steps_left_out
+from toolkit.runs.evidence.rank_waits import RankWaits, mean_waits, waits_in
+from toolkit.runs.evidence.restarts import Restart, in_words
+from toolkit.runs.evidence.stacks import Stall, stalls_of, steps_left_out
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.log_reader import attempt_folders, nodes_of
+from toolkit.runs.records.provenance import origin_lines, origin_of
+from toolkit.runs.records.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views.curves import Curve, Start, curves_and_starts
+from toolkit.runs.views.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.text import secret_scan, untrusted
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.yaml_reader import read_document

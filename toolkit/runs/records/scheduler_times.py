@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.runs.log_reader import attempt_folders
+from toolkit.runs.records.log_reader import attempt_folders
 from toolkit.text import untrusted
 
 _MOST_ATTEMPTS = 1000

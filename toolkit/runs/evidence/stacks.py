@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.errors import LauncherError
-from toolkit.runs.log_reader import Span, attempt_folders, last_objects
+from toolkit.runs.records.log_reader import Span, attempt_folders, last_objects
 from toolkit.text import control, untrusted
 
 ANSWERS_S = 45.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.runs.run_directory import PLACE, MetricRecord, metric_records, recorded_metrics
+from toolkit.runs.records.run_directory import PLACE, MetricRecord, metric_records, recorded_metrics
 from toolkit.text import control, untrusted
 
 _BYTES = 4 << 30

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.runs.log_reader import Span, attempt_folders, last_objects
+from toolkit.runs.records.log_reader import Span, attempt_folders, last_objects
 from toolkit.text import control, untrusted
 
 _MOST_RANKS = 1 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import InputError
-from toolkit.runs.log_reader import attempt_numbers, modified_at, nodes_of
-from toolkit.runs.progress import Progress
+from toolkit.runs.evidence.progress import Progress
+from toolkit.runs.records.log_reader import attempt_numbers, modified_at, nodes_of
 from toolkit.text import control, untrusted
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.yaml_reader import read_document

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.errors import LauncherError, NewerFormat
 from toolkit.rendering import page_environment
-from toolkit.runs import curves, run_directory
-from toolkit.runs.run_directory import figures, last_figures
-from toolkit.runs.run_secrets import mask_of
+from toolkit.runs.records import run_directory
+from toolkit.runs.records.run_directory import figures, last_figures
+from toolkit.runs.records.run_secrets import mask_of
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.views import curves
 from toolkit.text import untrusted
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What people and other programs are shown of runs: reports, curves, goodput, notifications."""
