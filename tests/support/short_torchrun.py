@@ -1,6 +1,7 @@
 """A torchrun of a few lines: ranks with their folders, and its report at the end; no torch.
 
-As an executable file, it stands for torchrun in the PATH of a test.
+As an executable file, it stands for torchrun in the PATH of a test that is about something else:
+torchrun itself takes seconds to import torch.
 """
 
 import os
@@ -32,6 +33,15 @@ OF_RANK = """\
   error_file: {error_file}
   traceback : To enable traceback see: https://pytorch.org
 """
+
+
+def installed(folder: Path) -> str:
+    """Put it into a folder; return a PATH that begins with that."""
+    folder.mkdir()
+    program = folder / "torchrun"
+    program.write_text(f"#!{sys.executable} -S\n{Path(__file__).read_text()}")
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
 
 
 def main(argv: list[str]) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 import toolkit
 from tests.conftest import TOOLKIT, Until
+from tests.support import short_torchrun
 from tests.support.terminal import OTHER_SCREEN, OWN_SCREEN, SEQUENCE, at_terminal
 
 # A script that writes metrics of its own, and ends when the file `end` is there, with its status.
@@ -44,7 +45,8 @@ def run(tmp_path: Path, until: Until) -> toolkit.Run:
 def started(tmp_path: Path, until: Until, name: str = "steps", **more: object) -> toolkit.Run:
     script = tmp_path / f"{name}.py"
     script.write_text(f"MORE = {more!r}\n{SCRIPT}")
-    job = toolkit.JobSpec.model_validate({"name": name, "script": str(script)})
+    env = {"PATH": short_torchrun.installed(tmp_path / f"bin-{name}")}
+    job = toolkit.JobSpec.model_validate({"name": name, "script": str(script), "env": env})
     profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
     submitted = toolkit.submit(job, to=profile)
     assert submitted.run_dir is not None

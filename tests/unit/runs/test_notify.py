@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import toolkit
+from tests.support import short_torchrun
 from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
 from tests.support.told_run import ToldRun, run_at
@@ -170,7 +171,12 @@ def test_a_submission_records_who_is_told(
     script = tmp_path / "ends.py"
     script.write_text("")
     job = toolkit.JobSpec.model_validate(
-        {"name": "probe", "script": str(script), "notify": {"webhook": receiver.url}}
+        {
+            "name": "probe",
+            "script": str(script),
+            "notify": {"webhook": receiver.url},
+            "env": {"PATH": short_torchrun.installed(tmp_path / "bin")},
+        }
     )
     run = toolkit.submit(job, to=toolkit.LocalProfile(name="here"))
     assert run.wait(300).state is RunState.SUCCEEDED

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.support import short_torchrun
 from tests.support.ending_batch import Job, handlers_kept
 from tests.support.told_run import run_at
 from toolkit.cli import output
@@ -113,13 +113,7 @@ def here(folder: Path, script: str, *, ranks: int = 2, devices: str = "", nodes:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    program = programs / "torchrun"
-    source = (ROOT / "tests/support/short_torchrun.py").read_text()
-    program.write_text(f"#!{sys.executable} -S\n{source}")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setenv("PATH", short_torchrun.installed(tmp_path / "bin"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -13,6 +13,7 @@ import pytest
 import toolkit
 from tests.conftest import ROOT, Until
 from tests.fakes import fake_slurm
+from tests.support import short_torchrun
 from tests.support.ending_batch import Job
 from tests.support.ports import free_port
 from tests.support.receiver import Receiver, receiving
@@ -374,7 +375,8 @@ def test_no_command_line_and_no_rank_sees_where_notifications_go(
         {"name": "here", "runs_dir": str(tmp_path / "runs"), "notify": notify}
     )
     (tmp_path / "sees.py").write_text(SEES)
-    job = toolkit.JobSpec(name="probe", script=str(tmp_path / "sees.py"))
+    env = {"PATH": short_torchrun.installed(tmp_path / "bin")}
+    job = toolkit.JobSpec(name="probe", script=str(tmp_path / "sees.py"), env=env)
     run = toolkit.submit(job, to=profile)
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED
     assert len(receiver.posts) == 1
@@ -392,7 +394,8 @@ def test_this_machine_tells_each_end(tmp_path: Path, receiver: Receiver) -> None
     )
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)\n")
-    job = toolkit.JobSpec(name="probe", script=str(script), retries={"requeue": 1})
+    env = {"PATH": short_torchrun.installed(tmp_path / "bin")}
+    job = toolkit.JobSpec(name="probe", script=str(script), retries={"requeue": 1}, env=env)
     run = toolkit.submit(job, to=profile)
     assert run.wait(300).state is toolkit.RunState.FAILED
     assert receiver.events == ["requeue", "end"]
