@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry bench-supervisor chaos faults notebooks release clean
+.PHONY: help install image run quick test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry bench-supervisor chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -57,6 +57,10 @@ sandbox-status:  ## Show its nodes
 
 lint: install  ## Check style, spelling and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy
+
+quick: lint  ## Check style and types, and run the tests that need no root, no image, no Slurm and nothing outside of .venv
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n auto -m "not slow and not nightly and not slurm" \
+	  $(addprefix tests/unit/,job profile planning rendering supervisor lint) $(ARGS)
 
 test:  ## Install what the tests need and run those that each change must pass
 	@$(MAKE) --no-print-directory -j2 lint tests/image

@@ -5,6 +5,8 @@ commit.
 """
 
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import toolkit
@@ -56,10 +58,23 @@ def rendered(job: str, profile: str, *changes: str) -> str:
     return toolkit.render(toolkit.plan(spec, site))
 
 
+def with_its_script(readme: str) -> str:
+    """Return README.md with the script of its job file and the number of its lines."""
+    (job,) = re.findall(r"^cat >job.yaml <<'END'\n(.*?)^END$", readme, re.M | re.S)
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder, "job.yaml")).write_text(job)
+        text = toolkit.render(toolkit.plan(toolkit.load(path), toolkit.SlurmProfile(name="slurm")))
+    script = re.sub("(?m)^(# supervisor.pyz:) .*", r"\1 …", text)
+    readme = re.sub(r"(?<=prints )\d+(?= lines)", str(script.count("\n")), readme)
+    return re.sub(r"(?ms)(?<=^```bash\n)#!.*?(?=^```$)", lambda _: script, readme)
+
+
 def main() -> None:
     """Write every example, the reference pages and the schemas again."""
     for path, example in EXAMPLES.items():
         (ROOT / path).write_text(rendered(*example))
+    page = ROOT / "README.md"
+    page.write_text(with_its_script(page.read_text()))
     schemas = {"job": toolkit.json_schema(), "profile": toolkit.profile_schema()}
     for path, text in PAGES.items():
         (ROOT / path).write_text(text)

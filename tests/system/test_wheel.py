@@ -21,6 +21,9 @@ from tests.support.processes import with_environment
 CONSTRAINTS = ROOT / "constraints.txt"
 
 
+README = (ROOT / "README.md").read_text()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """A virtual environment, and a user who has nothing else."""
@@ -146,6 +149,28 @@ def test_an_empty_environment_renders_a_new_project_for_both_schedulers(
         code = f"import {name}; print({name}.__file__)"
         place = stranger("python", "-c", code, cwd=empty).stdout
         assert place.startswith(str(stranger.folder))
+
+
+def test_the_start_of_the_readme_can_be_pasted_and_prints_what_is_shown(
+    torch_environment: Environment, empty: Path
+) -> None:
+    (start,) = re.findall(r"^```bash\n(cat .*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```console\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        ["bash", "-ec", start],
+        cwd=empty,
+        env=torch_environment.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    names = re.compile(r"first-[0-9]{4}-[0-9]{6}-[a-z0-9]{4}|(?<=loss )[0-9.]+")
+    assert names.sub("…", done.stdout.replace(str(empty), "/home/me/first")) == names.sub(
+        "…", shown
+    )
+    script = (empty / "job.sh").read_text()
+    assert script.startswith("#!/bin/bash\n# Job first ")
+    subprocess.run(["bash", "-n", empty / "job.sh"], check=True)
 
 
 def test_a_new_project_trains_and_survives_the_kill_of_a_rank(
