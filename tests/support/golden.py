@@ -64,7 +64,8 @@ def with_its_script(readme: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder, "job.yaml")).write_text(job)
         text = toolkit.render(toolkit.plan(toolkit.load(path), toolkit.SlurmProfile(name="slurm")))
-    script = re.sub("(?m)^(# supervisor.pyz:) .*", r"\1 …", text)
+    # The supervisor and its checksum, which differ after each change of it.
+    script = re.sub(r"(?m)(?<=^# supervisor.pyz: ).*|(?<=supervisor-)\w{12}|\b\w{64}\b", "…", text)
     readme = re.sub(r"(?<=prints )\d+(?= lines)", str(script.count("\n")), readme)
     return re.sub(r"(?ms)(?<=^```bash\n)#!.*?(?=^```$)", lambda _: script, readme)
 
