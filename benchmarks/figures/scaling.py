@@ -415,14 +415,18 @@ def table_profiles(data: Data) -> str:
 
 
 def table_remedies(data: Data) -> str:
-    """Return each contender's time, relative and in milliseconds."""
-    times = {each["name"]: statistics.median(each["seconds"]) for each in data["contenders"]}
+    """Return each contender's time in milliseconds, with the shortest and longest, and relative."""
+    rounds = {each["name"]: sorted(1e3 * s for s in each["seconds"]) for each in data["contenders"]}
+    shown = {
+        name: f"{statistics.median(times):.3g} ({times[0]:.0f} to {times[-1]:.0f})"
+        for name, times in rounds.items()
+    }
     return "\n".join(
         (
             f"| two ranks, {data['samples']} samples each, {data['bytes'] / 1e6:.1f} MB of "
-            "gradients | ms | relative |",
+            "gradients | ms, median (range) | relative, median of the rounds |",
             "|---|---|---|",
-            *(f"| {name} | {times[name] * 1e3:.3g} | {each:.2f} |" for name, each in ratios(data)),
+            *(f"| {name} | {shown[name]} | {each:.2f} |" for name, each in ratios(data)),
         )
     )
 

@@ -240,7 +240,7 @@ def step_environ(attempt: Attempt) -> Dict[str, str]:
         "TRAIN_ATTEMPT": str(attempt.number),
         "TRAIN_ATTEMPT_BEGAN": os.environ.get("TRAIN_ATTEMPT_BEGAN", str(int(time.time()))),
     }
-    if "SLURM_CPUS_PER_TASK" in environ:  # srun does not inherit it since Slurm 22.05
+    if "SLURM_CPUS_PER_TASK" in environ:  # srun of 22.05 and 23.02 does not inherit it
         environ["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
     return environ
 
