@@ -198,15 +198,52 @@ def _is_secret(path: KeyPath) -> bool:
     return path[0] == "secrets" or (path[0] == "env" and is_telling(str(path[1])))
 
 
+_RESOURCES = {
+    **{word: "gpus_per_node" for word in ("gpu", "gpus", "num_gpus", "gres")},
+    **{word: "nnodes" for word in ("nodes", "num_nodes", "replicas")},
+    **{word: "cpus_per_node" for word in ("cpu", "cpus", "cpus_per_task", "num_cpus")},
+    **{word: "nproc_per_node" for word in ("ntasks", "ntasks_per_node", "nproc", "num_processes")},
+    "mem": "memory",
+}
+"""Words of sbatch and other tools: the key of `resources`."""
+
+_OF_A_SITE = ("account", "namespace", "partition", "qos", "queue", "venv", "modules", "runs_dir")
+
+
+def _of_schedulers(model: type[BaseModel], path: KeyPath) -> str:
+    """Return where a job file has what an unknown key means elsewhere; "" if that is unknown."""
+    word = str(path[-1]).replace("-", "_")
+    inside = path[:-1] == ("resources",)
+    if "sweep" not in model.model_fields or not (inside or len(path) == 1):  # no job
+        return ""
+    if word in ("time", "walltime", "timeout"):
+        return "write time_limit: …" + (" beside 'resources'" if inside else "")
+    if word in _OF_A_SITE:
+        return "write it in a profile, which `toolkit init` makes and `--to` names"
+    (resources,) = (m for m in _options(_annotation(model, ("resources",))) if _is_model(m))
+    key = _RESOURCES.get(word, word)
+    if key not in _keys(resources):
+        return ""
+    return f"did you mean {key!r}?" if inside else f"write resources: {{{key}: …}}"
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _is_model(option: Any) -> bool:
+    return isinstance(option, type) and issubclass(option, BaseModel)
+
+
 def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | None) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     name = dotted(path)
     if kind == "extra_forbidden":
         where = f" under {dotted(path[:-1])!r}" if path[:-1] else ""
         parents = _options(_annotation(model, path[:-1]) or model)
-        models = (m for m in parents if isinstance(m, type) and issubclass(m, BaseModel))
-        fields = next((m.model_fields for m in models), {})
-        way_out = did_you_mean(path[-1], [f.alias or key for key, f in fields.items()])
+        models = filter(_is_model, parents)
+        known = next((_keys(m) for m in models), [])
+        way_out = _of_schedulers(model, path) or did_you_mean(path[-1], known)
         return f"unknown key {str(path[-1])!r}{where}; {way_out}"
     if kind == "missing":
         return f"the key {name!r} is missing"
