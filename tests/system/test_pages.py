@@ -1,4 +1,4 @@
-"""The pages for those who come from another tool, or with an error message."""
+"""The pages for those who come with a script, from another tool, or with an error message."""
 
 import ast
 import re
@@ -21,7 +21,8 @@ from toolkit.supervisor.evidence.rank_end import judge
 HOW_TO = ROOT / "docs/how-to"
 MIGRATIONS = {page.stem: page.read_text() for page in sorted(HOW_TO.glob("migrate-from-*.md"))}
 ERRORS = {page.stem: page.read_text() for page in sorted(HOW_TO.glob("errors/*.md"))}
-PAGES = MIGRATIONS | ERRORS
+SCRIPTS = {"own-script": (HOW_TO / "own-script.md").read_text(), **MIGRATIONS}
+PAGES = SCRIPTS | ERRORS
 
 
 def blocks(text: str, kind: str) -> list[str]:
@@ -36,7 +37,7 @@ def is_profile(block: str) -> bool:
 
 def job_files() -> Iterator[tuple[str, str, str | None]]:
     """Yield each job file with its page, and the profile of the same page if there is one."""
-    for name, text in MIGRATIONS.items():
+    for name, text in SCRIPTS.items():
         files = blocks(text, "yaml")
         profile = next(filter(is_profile, files), None)
         for job in files:
@@ -59,7 +60,15 @@ def commands() -> list[str]:
 
 def test_there_is_a_page_for_each_tool() -> None:
     tools = {name.removeprefix("migrate-from-") for name in MIGRATIONS}
-    assert tools == {"accelerate", "kubeflow", "lightning", "sbatch", "submitit", "torchx"}
+    assert tools == {
+        "accelerate",
+        "kubeflow",
+        "lightning",
+        "sbatch",
+        "submitit",
+        "torchx",
+        "transformers",
+    }
     for name, text in MIGRATIONS.items():
         for part in ("\n| theirs | ours |\n", "\n**What changes for ", "\n**What is missing.**"):
             assert part in text, (name, part)

@@ -63,7 +63,6 @@ def test_a_cancelled_run_here_has_its_checkpoint(
     ("how", "retries"),
     [
         ("toolkit cancel", {}),
-        ("preemption", {"requeue": 1}),
         *(
             pytest.param(how, retries, marks=pytest.mark.slow)
             for how, retries in (
@@ -79,8 +78,6 @@ def test_a_cancelled_run_here_has_its_checkpoint(
 def test_a_job_of_slurm_that_is_stopped_has_its_checkpoint(
     how: str, retries: dict[str, int], cluster: Cluster, site: Site, until: Until
 ) -> None:
-    if how == "preemption":
-        site.profile = site.profile.model_copy(update={"partition": "low"})
     # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
     timed = {"stop": {"grace": "3m"}, "time_limit": "10m"}
     more: dict[str, Any] = timed if how == "time limit" else {}
@@ -91,16 +88,11 @@ def test_a_job_of_slurm_that_is_stopped_has_its_checkpoint(
         run.cancel()
     elif how == "scancel":
         cluster.slurm("scancel", run.job_id)
-    elif how == "time limit":
-        cluster.end_in(200, run.job_id)
     else:
-        cluster.slurm(
-            *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
-            *("--output=/dev/null", "--wrap=sleep 1"),
-        )
+        cluster.end_in(200, run.job_id)
     until(Path(str(run.run_dir), "saved").exists, "rank 0 has saved")
     assert saved(run) > 0
-    if retries and how in ("time limit", "preemption"):
+    if retries and how == "time limit":
         until(lambda: "resumed at step" in "\n".join(run.logs()), "it goes on from there")
         run.cancel()
     run.wait(300)
@@ -147,14 +139,28 @@ def test_an_exception_during_a_stop_is_named(
     assert failed.message == "OSError: no space for the checkpoint"
 
 
-# ---- The pages for those who come from Lightning and Accelerate
+# ---- The pages for scripts of your own, with and without a framework
 
 
 def recipe(page: str) -> str:
     """Return the script of a page, as it stands there: its last block of Python."""
-    text = (HOW_TO / f"migrate-from-{page}.md").read_text()
+    text = (HOW_TO / f"{page}.md").read_text()
     return str(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[-1])
 
+
+BEGINS = """
+import glob, os
+def trains(step):  # notes the first step of each start, and kills its rank when it is told to
+    path = os.environ["TRAIN_RUN_DIR"] + "/trains-" + os.environ["RANK"]
+    if "start" not in globals():
+        globals()["start"] = len(glob.glob(path + "-?"))
+        with open(path + ".draft", "w") as file:
+            file.write(str(step))
+        os.rename(path + ".draft", f"{path}-{start}")
+    if os.path.exists(path + "-dies"):
+        os.remove(path + "-dies")
+        os.kill(os.getpid(), 9)
+"""
 
 LIGHTNING = """
 import os, signal, time, torch
@@ -174,7 +180,7 @@ class Model(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
     def training_step(self, batch, number):
-        open(os.environ["TRAIN_RUN_DIR"] + f"/trains-{self.global_rank}", "w").close()
+        trains(self.global_step)
         return self.layer(batch).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -211,7 +217,7 @@ def train_one_step():
     optimizer.step()
     optimizer.zero_grad()
     progress.step += 1
-    open(os.environ["TRAIN_RUN_DIR"] + "/trains-" + os.environ["RANK"], "w").close()
+    trains(progress.step)
 
 progress, steps = Progress(), 1000000
 model = torch.nn.Linear(1, 1)
@@ -219,29 +225,97 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 loader = DataLoader(Samples(), batch_size=4, num_workers=2)
 """
 
+TRANSFORMERS = """
+import os, signal, sys, time, torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-@pytest.mark.parametrize(
-    ("page", "before", "checkpoint"),
-    [
-        ("lightning", LIGHTNING, "checkpoints/last.ckpt"),
-        ("accelerate", ACCELERATE, "checkpoints/checkpoint_0"),
-    ],
-)
-def test_the_script_of_a_page_saves_when_it_is_stopped(
-    page: str, before: str, checkpoint: str, tmp_path: Path, until: Until
-) -> None:
-    if not FRAMEWORKS.exists():
-        pytest.fail("needs .cache/frameworks, which tests/frameworks.sh makes")
-    (tmp_path / "train.py").write_text(before + recipe(page))
-    content = {"name": page, "script": str(tmp_path / "train.py"), "resources": {"nnodes": 2}}
+class Samples(Dataset):
+    def __len__(self):
+        return 1000000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return {"x": torch.tensor([float(index % 7)])}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def forward(self, x):
+        trains(trainer.state.global_step)
+        return {"loss": self.layer(x).square().mean()}
+
+model, data = Model(), Samples()
+"""
+
+FRAMEWORK_PAGES = {
+    "migrate-from-lightning": (LIGHTNING, "checkpoints/last.ckpt"),
+    "migrate-from-accelerate": (ACCELERATE, "checkpoints/checkpoint_0"),
+    "migrate-from-transformers": (TRANSFORMERS, "checkpoints/checkpoint-*"),
+}
+
+
+def job_of(page: str, folder: Path) -> toolkit.JobSpec:
+    """Return a job that runs the script of a page for as long as it is let."""
+    script = recipe(page)
+    if page == "own-script":
+        took = "optimizer.step()\n"
+        assert script.count(took) == 1 and "\nEPOCHS = 20\n" in script
+        script = script.replace("\nEPOCHS = 20\n", "\nEPOCHS = 1_000_000\n")
+        script = BEGINS + script.replace(took, f"{took}            trains(1000 * epoch + step)\n")
+    else:
+        if not FRAMEWORKS.exists():
+            pytest.fail("needs .cache/frameworks, which tests/frameworks.sh makes")
+        script = BEGINS + FRAMEWORK_PAGES[page][0] + script
+    (folder / "train.py").write_text(script)
+    content = {"name": "page", "script": str(folder / "train.py"), "resources": {"nnodes": 2}}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FRAMEWORKS), "ACCELERATE_USE_CPU": "true"}
-    loaded = toolkit.JobSpec.model_validate({**content, "env": env, "stop": {"grace": "60s"}})
+    more = {"env": env, "stop": {"grace": "60s"}, "retries": {"in_job": 1, "requeue": 1}}
+    return toolkit.JobSpec.model_validate({**content, **more})
+
+
+@pytest.mark.parametrize("page", FRAMEWORK_PAGES)
+def test_the_script_of_a_page_saves_when_it_is_stopped(
+    page: str, tmp_path: Path, until: Until
+) -> None:
     here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
-    run = toolkit.submit(loaded, to=here)
+    run = toolkit.submit(job_of(page, tmp_path), to=here)
     folder = Path(str(run.run_dir))
-    until(lambda: all((folder / f"trains-{n}").exists() for n in (0, 1)), "both ranks train")
+    until(lambda: all((folder / f"trains-{n}-0").exists() for n in (0, 1)), "both ranks train")
     run.cancel()
     assert run.wait(300).state is toolkit.RunState.CANCELLED
     said = "\n".join(run.logs())
-    assert (folder / checkpoint).exists(), said
+    assert [*folder.glob(FRAMEWORK_PAGES[page][1])], said
     assert "is killed by signal" not in said
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    "page",
+    ["own-script", *(pytest.param(page, marks=pytest.mark.slow) for page in FRAMEWORK_PAGES)],
+)
+def test_the_script_of_a_page_goes_on_where_it_was_preempted_and_killed(
+    page: str, cluster: Cluster, site: Site, tmp_path: Path, until: Until
+) -> None:
+    site.profile = site.profile.model_copy(update={"partition": "low"})
+    run = site.launcher.submit(toolkit.plan(job_of(page, tmp_path), site.profile))
+
+    folder = Path(str(run.run_dir))
+
+    def first_step(start: int) -> int:
+        paths = [folder / f"trains-{rank}-{start}" for rank in (0, 1)]
+        until(lambda: all(p.exists() for p in paths), f"both train: {start}", seen=site.story)
+        return int(paths[0].read_text())
+
+    first = first_step(0)
+    high = ("--parsable", "--partition=high", "--nodes=4", "--exclusive")
+    cluster.slurm("sbatch", *high, "--output=/dev/null", "--wrap=sleep 1")
+    preempted = first_step(1)
+    (folder / "trains-1-dies").touch()
+    killed = first_step(2)
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+    assert first < preempted <= killed, failure(run)
+    assert "is killed by signal" not in "\n".join(run.logs())
