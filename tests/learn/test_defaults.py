@@ -62,6 +62,11 @@ def _agent() -> dict[str, object]:
     return {name: parameter.default for name, parameter in found.items()}
 
 
+def _connects_at_once() -> bool:
+    said = "only under NCCL: the communicator is immediately formed"
+    return said in _words(dist.init_process_group.__doc__ or "")
+
+
 def _endpoint() -> object:
     """The rendezvous that torchrun makes on one node without flags."""
     source = inspect.getsource(run.run)
@@ -121,9 +126,12 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         {"learn/collectives": "torch 2.13 deprecates them and names `torch.distributed._"},
     ),
     (
-        distributed_c10d._is_barrier_after_init,
-        0,
-        {"learn/first-script": "NCCL under torchrun connects at the first collective"},
+        lambda: (distributed_c10d._is_barrier_after_init(), _connects_at_once()),
+        (0, True),
+        {
+            "learn/first-script": "NCCL under torchrun connects at the first collective",
+            "learn/traps": 'device_id=torch.device("cuda", local_rank))` also has NCCL connect',
+        },
     ),
     (
         _endpoint,
