@@ -67,8 +67,8 @@ def _unhandled(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "signal-orphans",
     finds="`--signal=USR1@…` without `B:` for a step of torchruns",
-    reason="Every process of the step gets the signal: it ends torchrun, and its workers live on "
-    "without it.",
+    reason="Every process of the step gets the signal: it ends torchrun, and workers that handle "
+    "it live on without torchrun.",
     fix="write --signal=B:USR1@SECONDS with a trap, or give torchrun --signals-to-handle with USR1",
 )
 def _orphans(script: BatchScript) -> Iterator[Violation[int]]:

@@ -118,8 +118,8 @@ _INHERITS_AGAIN = (23, 11)
     "kill-on-bad-exit",
     finds="an srun that starts torchrun on several nodes, or ranks by itself, without "
     "`--kill-on-bad-exit`",
-    reason="When the torchrun of a node, or a rank, fails, the others wait for it, until the time "
-    "limit.",
+    reason="When the torchrun of a node, or a rank, fails, the others wait for it, until a timeout "
+    "or the time limit, unless the site sets KillOnBadExit (default: 0).",
     fix="give srun --kill-on-bad-exit=1",
 )
 def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
