@@ -32,4 +32,4 @@ def test_a_costly_command_prints_what_the_page_shows(
 
 
 def test_pages_show_costly_commands() -> None:
-    assert [page for page, _, _ in COMMANDS] == ["collectives", *["several-devices"] * 2]
+    assert [page for page, _, _ in COMMANDS] == ["collectives", *["several-devices"] * 3]
