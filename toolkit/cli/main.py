@@ -10,6 +10,7 @@ import io
 import os
 import re
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,8 @@ def cli() -> None:
     """Run one PyTorch job file here, on Slurm, or on Kubernetes.
 
     JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
-    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory.
+    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory; without it,
+    status, logs, report and goodput take the newest run.
     """
 
 
@@ -103,9 +105,30 @@ def _runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
+def _or_newest(
+    ctx: click.Context, param: click.Parameter, value: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
+    """Return the runs that were named, else the newest one of your list."""
+    if value or ctx.resilient_parsing:
+        return value
+    from toolkit.runs.records import registry
+
+    newest = deque(registry.records(), maxlen=1)
+    if not newest:
+        raise InputError("there are no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
+    say(f"the newest run: {newest[0].name}", err=True)
+    return newest[0].uri if param.nargs == 1 else (newest[0].uri,)
+
+
 JOB = click.argument("job", metavar="JOB.yaml", type=click.Path(path_type=Path))
 RUN = click.argument("run", metavar="RUN", shell_complete=_runs)
 RUNS = click.argument("names", metavar="RUN...", nargs=-1, required=True, shell_complete=_runs)
+RUN_OR_NEWEST = click.argument(
+    "run", metavar="[RUN]", required=False, callback=_or_newest, shell_complete=_runs
+)
+RUNS_OR_NEWEST = click.argument(
+    "names", metavar="[RUN]...", nargs=-1, callback=_or_newest, shell_complete=_runs
+)
 SET = click.option(
     "--set",
     "overrides",

@@ -158,19 +158,26 @@ def echo_failure(run: toolkit.Run, *, attempt: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def signals_cancel(run: toolkit.Run) -> Iterator[None]:
-    """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is shown to the end."""
+def signals_cancel(run: toolkit.Run) -> Iterator[list[int]]:
+    """Let Ctrl-C, a closed terminal and `kill` stop the run; its output is shown to the end.
+
+    Yields the list of the signals that have come.
+    """
     import signal
 
-    def cancel(*_: object) -> None:
+    received: list[int] = []
+
+    def cancel(number: int, _: object) -> None:
         run.cancel()
+        word = "still stopping" if received else "stopping"
+        received.append(number)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            say("stopping with a checkpoint…", err=True)
+            say(f"{word}: each rank has `stop.grace` to save, then it is killed", err=True)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, cancel) for number in numbers}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,7 +11,17 @@ import click
 
 import toolkit
 from toolkit.cli import exit_status, output
-from toolkit.cli.main import FOLLOW, JSON, RUN, RUNS, TRUST, cli, example
+from toolkit.cli.main import (
+    FOLLOW,
+    JSON,
+    RUN,
+    RUN_OR_NEWEST,
+    RUNS,
+    RUNS_OR_NEWEST,
+    TRUST,
+    cli,
+    example,
+)
 from toolkit.errors import LauncherError
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
@@ -65,7 +75,7 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
 
 
 @cli.command(epilog=example("toolkit status slurm://sandbox/1234 --json"))
-@RUNS
+@RUNS_OR_NEWEST
 @TRUST
 @JSON
 @click.option(
@@ -178,7 +188,7 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
 
 
 @cli.command(epilog=example("toolkit logs digits-1120-174558-k3f9 --follow --rank 0"))
-@RUN
+@RUN_OR_NEWEST
 @FOLLOW
 @click.option(
     "--rank",
@@ -240,7 +250,7 @@ def stacks(run: str, trust: bool, as_json: bool) -> None:
 
 
 @cli.command(epilog=example("toolkit goodput digits-1120-174558-k3f9"))
-@RUNS
+@RUNS_OR_NEWEST
 @TRUST
 @JSON
 def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
@@ -263,7 +273,7 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
 
 
 @cli.command(epilog=example("toolkit report digits-1120-174558-k3f9 --output digits.html"))
-@RUNS
+@RUNS_OR_NEWEST
 @TRUST
 @click.option(
     "--output",

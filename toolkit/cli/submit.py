@@ -2,6 +2,8 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -91,9 +93,9 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
 @SET
 @click.option("--to", default="local", metavar="PROFILE", help="A profile of this machine.")
 def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
-    """Run on this machine, in the foreground; Ctrl-C stops it with a checkpoint."""
+    """Run on this machine, in the foreground; Ctrl-C stops it as `toolkit cancel` does."""
     run = toolkit.run(_planned(job, overrides, to, here=True))
-    with output.signals_cancel(run):
+    with output.signals_cancel(run) as received:
         output.say(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
             output.echo_log(output.follow_lines(run))
@@ -102,7 +104,14 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
             run.wait()
             output.stop_writing()
             sys.exit(exit_status.FAILED)
-        output.print_end_and_exit(run)
+        status = run.wait()
+        output.print_end(run, status)
+    name = shlex.quote(str(job))
+    what = "logs" if status.state is toolkit.RunState.FAILED else "report"
+    output.say(f"next: toolkit {what} {run.name}; toolkit render {name} --to slurm", err=True)
+    if signal.SIGINT in received:
+        sys.exit(exit_status.INTERRUPTED)
+    sys.exit(exit_status.of_runs([status]))
 
 
 def _planned(
@@ -113,6 +122,10 @@ def _planned(
     Raises:
         InputError: every problem of the file or of the plan; with `here`, another place's profile.
     """
+    if path.suffix == ".py":
+        job_file = f"{{name: mine, script: {path}, resources: {{nproc_per_node: 2}}}}"
+        way_out = f"write {job_file} into job.yaml, and name that file"
+        raise InputError(f"is a script, not a job file; {way_out}", place=str(path))
     job, profile = toolkit.load(path, overrides), toolkit.load_profile(to)
     output.note_origins([to])
     if here and not isinstance(profile, toolkit.LocalProfile):

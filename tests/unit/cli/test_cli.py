@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import click
 import pytest
@@ -14,7 +17,8 @@ from click.testing import CliRunner
 
 import toolkit
 from toolkit.cli import cli
-from toolkit.cli.output import echo_json
+from toolkit.cli.output import echo_json, signals_cancel
+from toolkit.runs.records import registry
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = Path(sys.executable).parent / "toolkit"
@@ -265,7 +269,7 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["list", "--jsn"], "'--json'"),
         (["render", "job.yaml"], "--to"),
         (["check"], "'FILE...'"),
-        (["status"], "'RUN...'"),
+        (["cancel"], "'RUN...'"),
         (["wait", "x", "--timeout", "soon"], "'--timeout'"),
     ],
 )
@@ -545,6 +549,49 @@ def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
     ]
     (row,) = json.loads(program("goodput", str(ended_run), "--json").stdout)
     assert (row["name"], row["goodput"], row["seconds"]["queue"]) == ("ended", 0.5, 10)
+
+
+def test_without_a_run_the_newest_is_taken_and_named(
+    program: Program, ended_run: Path, tmp_path: Path
+) -> None:
+    message = "there are no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one\n"
+    assert outcome(program("status")) == (2, "", message)
+    record = registry.parse(json.loads((ended_run / "launch.json").read_text()))
+    assert record is not None
+    here = replace(record, profile={"kind": "local", "name": "here"})
+    registry.add(here, environ={"HOME": str(tmp_path)})
+    for command in ("goodput", "logs"):  # several runs, and one
+        done = program(command)
+        assert (done.returncode, done.stderr) == (0, "the newest run: ended\n")
+
+
+def test_ctrl_c_stops_a_run_here_and_a_second_one_is_answered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+
+    class Running:
+        def cancel(self) -> None:
+            asked.append("to stop")
+
+    with signals_cancel(cast(toolkit.Run, Running())) as received:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert (received, asked) == ([signal.SIGINT] * 2, ["to stop"] * 2)
+    way = "each rank has `stop.grace` to save, then it is killed\n"
+    assert capsys.readouterr().err == f"stopping: {way}still stopping: {way}"
+
+
+def test_a_script_in_place_of_a_job_file_gets_the_job_file_to_write(
+    program: Program, tmp_path: Path
+) -> None:
+    done = program("run", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    (content,) = re.findall(
+        r"^train.py: is a script, .*; write (\{.*\}) into job.yaml", done.stderr
+    )
+    (tmp_path / "work/job.yaml").write_text(content)
+    assert program("check", "job.yaml", "--to", "slurm").returncode == 0
 
 
 def test_a_report_is_a_file_with_the_name_of_its_run(
