@@ -18,7 +18,7 @@ EXIT_STATUSES = {
     exit_status.UNUSABLE: (
         "a file, an option or the name of a run cannot be used; all mistakes of a file are shown"
     ),
-    exit_status.INTERRUPTED: "Ctrl-C: `run` has stopped its run; a run that was only followed continues",
+    exit_status.INTERRUPTED: "Ctrl-C: `run` has stopped its run; a run that is followed continues",
 }
 
 
