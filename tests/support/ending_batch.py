@@ -35,6 +35,7 @@ class Cluster:
     down: str = ""
     noise: str = ""
     slurmd_began: str = ""
+    auth_info: str = "cred_expire=5"
     refused_commands: Sequence[str] = ()
     asked: list[str] = field(default_factory=list)
     """The commands that it got, but for questions."""
@@ -52,6 +53,8 @@ class Cluster:
                 )
             case ("scontrol", "-o", "show", "node", name):
                 text = f"NodeName={name} SlurmdStartTime={self.slurmd_began} "
+            case ("scontrol", "show", "config"):
+                text = f"AuthInfo = socket=/x,{self.auth_info}\nKillWait                = 30 sec"
             case ("scontrol", "show", "hostnames", names):
                 text = names.replace(",", "\n")
             case ("sinfo", *options):

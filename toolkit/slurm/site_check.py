@@ -149,9 +149,9 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[
     if plan.job.retries.requeue and expire and int(expire[1]) > _CRED_EXPIRE_S:
         yield (
             "site-cred-expire",
-            f"cred_expire is {format_duration(int(expire[1]))}: after each requeue a job waits so "
-            f"long (BeginTime); ask the administrators for cred_expire={_CRED_EXPIRE_S} or less in "
-            "AuthInfo",
+            f"cred_expire is {format_duration(int(expire[1]))}: after a lost node, "
+            "or behind a long epilog, a requeued job waits so long (BeginTime); ask the "
+            f"administrators for cred_expire={_CRED_EXPIRE_S} or less in AuthInfo",
         )
     most = config.get("MaxArraySize", "")
     if (limit := whole_number(most)) is not None and len(plan.points) > limit:

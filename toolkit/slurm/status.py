@@ -60,8 +60,8 @@ _EXPLANATIONS = {
 
 
 _AFTER_REQUEUE = (
-    "BeginTime: after a requeue, Slurm waits until the job's credentials of before have expired "
-    "(cred_expire, 120 s by default)"
+    "BeginTime: requeued; it starts within seconds, or after a lost node or a long epilog when its "
+    "earlier credentials have expired (cred_expire, 120 s by default)"
 )
 
 WAITS_FOR_TURN = re.compile("Priority|Resources")

@@ -544,6 +544,7 @@ class Batch(JobEvidence):
             self.stop_step("terminated")  # scancel --batch may have told this script alone
         follows = ""
         if self.queued:
+            self.slurm.start_soon(killed=True)
             follows = AGAIN + self._exclude() + "; "
         self.note(verdict, follows + batch_opening.KILLED)
 
@@ -655,6 +656,8 @@ class Batch(JobEvidence):
             return status
         tries = 1 if goes_on or self.stopping else 3  # little time is left after a stop
         self.tell("requeue" if goes_on else "end", verdict.word, f"ended: {text}", tries)
+        if decision.again:
+            self.slurm.start_soon()
         return status
 
     def _queue_again(self, verdict: Verdict) -> Optional[Tuple[Verdict, str]]:
@@ -673,6 +676,7 @@ class Batch(JobEvidence):
             answers = self.slurm.is_there()
             if not answers:
                 self.wait_for_controller()
+        self.slurm.start_soon()  # at once: what ends this script may leave it no time
         return None
 
     def wait_for_controller(self) -> None:
@@ -722,6 +726,6 @@ class Batch(JobEvidence):
         text = reason_line(verdict, text)
         self.attempt.note("reason", text)
         self.say.error(f"attempt {self.attempt.number} ended: {sentence(text)}")
-        if again:
-            self.slurm.requeue()
+        if again and self.slurm.requeue():
+            self.slurm.start_soon()
         return 1

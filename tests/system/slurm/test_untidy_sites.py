@@ -20,6 +20,10 @@ trap 'exit 143' TERM
 until [ -e "$TRAIN_RUN_DIR/go" ]; do sleep 0.1; done
 """
 
+FAILS = WAITS.replace(
+    "sleep 0.1", '[ ! -e "$TRAIN_RUN_DIR/fail-$TRAIN_ATTEMPT" ] || exit 3; sleep 0.1'
+)
+
 PROLOG = """#!/bin/sh
 echo "print Welcome to the cluster, user 7"
 echo "print 2026"
@@ -73,6 +77,46 @@ def test_a_requeued_job_goes_on_where_the_sites_prolog_prints(
     until(lambda: begun(run, 1), "both run again")
     go(run)
     assert "Welcome to the cluster" in "\n".join(run.logs()), "the prolog has printed"
+
+
+@pytest.fixture
+def slow_to_requeue(cluster: Cluster) -> Iterator[None]:
+    """Has the site's default delays: of requeued jobs, and between SIGTERM and SIGKILL."""
+    conf = cluster.folder / "etc/slurm.conf"
+    quick = conf.read_text()
+    try:
+        slow = quick.replace("cred_expire=5", "cred_expire=120")
+        conf.write_text(f"{slow}\nKillWait=30\n")
+        cluster.slurm("scontrol", "reconfigure")
+        yield
+    finally:
+        conf.write_text(quick)
+        cluster.slurm("scontrol", "reconfigure")
+
+
+@pytest.mark.slow  # the attempt of a busy machine may not be gone in the seconds that it is given
+@pytest.mark.parametrize("how", ["by its script", "by preemption"])
+def test_a_requeued_job_does_not_wait_for_its_credentials_to_expire(
+    how: str, slow_to_requeue: None, cluster: Cluster, site: Site, until: Until
+) -> None:
+    low = site.profile.model_copy(update={"partition": "low"})
+    site.profile = low if how == "by preemption" else site.profile
+    run = submit(site, command=["bash", "-c", FAILS])
+    until(lambda: begun(run, 0), "both ranks run")
+    assert "cred_expire=120" in cluster.slurm("scontrol", "show", "config")
+    if how == "by preemption":
+        cluster.slurm(
+            *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
+            *("--output=/dev/null", "--wrap=sleep 1"),
+        )
+    else:
+        Path(str(run.run_dir), "fail-0").touch()
+    until(lambda: begun(run, 1), "both run again")
+    ended = Path(str(run.run_dir), "logs/attempt-0/exit_status").stat().st_mtime
+    shown = cluster.slurm("env", "SLURM_TIME_FORMAT=%s", "scontrol", "show", "job", run.job_id)
+    eligible = int(shown.partition("EligibleTime=")[2].split()[0])
+    assert eligible < ended + 60, "it was to start before its credentials had expired"
+    go(run)
 
 
 WRAPPER = """#!/bin/sh

@@ -295,7 +295,7 @@ def test_what_a_requeued_job_waits_for_is_named(user: User, slurm: Slurm) -> Non
     assert run.status().reason.startswith("BeginTime: its time to begin has not come")
     left_behind(run, "retryable", reason="boom")
     again = user.run("a", 1).status().reason
-    assert again.startswith("BeginTime: after a requeue") and "cred_expire" in again
+    assert again.startswith("BeginTime: requeued; ") and "cred_expire" in again
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,19 @@ def test_preemptions_have_a_limit_of_their_own(job: Job, allowed: int, asked: li
     assert ("gave up after 2 preemptions (retries.preemptions)" in job.reason) == (not asked)
 
 
+@pytest.mark.parametrize(
+    ("auth_info", "soon"),
+    [("cred_expire=5", []), ("cred_expire=600", ["update jobid=7 starttime=now+10"])],
+)
+def test_a_requeued_job_waits_no_longer_than_it_must(
+    auth_info: str, soon: list[str], job: Job
+) -> None:
+    """It is said twice: at once, and last, when nothing is left to do."""
+    job.cluster.auth_info = auth_info
+    assert job.conclude(1) == 1
+    assert job.asked == [*AGAIN, *soon, *soon]
+
+
 def test_out_of_time_uses_up_requeues_where_no_outcome_shows_progress(job: Job) -> None:
     job.attempt = 2
     job.had(0, "walltime")
@@ -486,8 +499,10 @@ def test_a_script_that_is_killed_while_its_step_ends_has_said_why(
     job: Job, down: str, restarts: str, stopping: str, reason: str
 ) -> None:
     job.cluster.down, job.cluster.restarts = down, int(restarts)
+    job.cluster.auth_info = "cred_expire=600"
     job.terminated(stopping=stopping)
     assert job.reason == f"{reason}killed soon after"
+    assert ("update jobid=7 starttime=now+40" in job.asked) == (restarts == "1")
     job.told(status="running", attempt=0, step=50, rank=None, reason="x")
     job.attempt = 1
     assert job.complete_previous() == 0

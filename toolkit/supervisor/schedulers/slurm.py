@@ -16,6 +16,14 @@ LIMIT_S = 60.0
 NO_SUCH_NAME = 2
 """The exit status of getent for a name that does not exist; not for a server that is away."""
 
+SOON_S, _DELAY_S = 10, 120
+"""After how many seconds a requeued job may start, and how long Slurm itself has it wait."""
+
+_DELAY = re.compile(r"\b(?:requeue_delay|cred_expire)=([0-9]+)")
+"""What an administrator may set instead, in SchedulerParameters and AuthInfo."""
+
+_KILL_WAIT = re.compile(r"^KillWait *= *([0-9]+)", re.MULTILINE)
+
 _OUT_OF_USE = ("down", "drain", "drng", "fail", "unk")
 """The beginnings of sinfo's short states of nodes that take no job."""
 
@@ -131,6 +139,22 @@ class Slurm:
     def requeue(self) -> bool:
         """Queue the job again; return whether the controller has agreed. It ends this script."""
         return self._order("scontrol", "requeue", self.job)
+
+    def start_soon(self, *, killed: bool = False) -> None:
+        """Have the job, which is queued again, start within seconds.
+
+        Slurm keeps a start time that has not come yet when all processes and the epilog of the
+        attempt have ended. Else, and where a site forbids it, its own delay holds. Two seconds are
+        the least: slurmd refuses a step whose credential is as old as the end of the attempt.
+
+        Args:
+            killed: Whether Slurm ends the attempt, by SIGKILL after KillWait.
+        """
+        config = self._ask("scontrol", "show", "config").text
+        waits = [int(seconds) for seconds in _KILL_WAIT.findall(config)] if killed else []
+        after_s = SOON_S + max(waits, default=0)
+        if max(map(int, _DELAY.findall(config)), default=_DELAY_S) > after_s:
+            self._ask("scontrol", "update", f"jobid={self.job}", f"starttime=now+{after_s}")
 
     def is_there(self) -> bool:
         """Whether the controller answers."""
