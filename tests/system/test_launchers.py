@@ -6,6 +6,7 @@ A launcher of another package, by an entry point, is one of them (tests/support/
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ class Place:
     profile: toolkit.Profile
     environ: dict[str, str] = field(default_factory=dict)
 
-    def submit(self, shell: str, *, name: str = "probe") -> toolkit.Run:
+    def submit(self, shell: str, *, name: str = "probe", **more: object) -> toolkit.Run:
         job = toolkit.JobSpec.model_validate(
             {
                 "name": name,
@@ -39,6 +40,7 @@ class Place:
                 "image": "localhost/train:latest",
                 "resources": {"nnodes": 2, "cpus_per_node": 1},
                 "stop": {"grace": "20s"},
+                **more,
             }
         )
         return toolkit.submit(job, to=self.profile)
@@ -57,12 +59,7 @@ def place(
     if request.param == "local":
         yield Place(toolkit.LocalProfile(name="here", runs_dir=runs))
     elif request.param == "toy":
-        monkeypatch.syspath_prepend(TOY)
-        monkeypatch.setenv("PYTHONPATH", str(TOY))  # for the commands of the toolkit
-        launcher_plugins.kinds.cache_clear()
-        (tmp_path / "toy.yaml").write_text(f"kind: toy\nruns_dir: {runs}\n")
-        yield Place(toolkit.load_profile(str(tmp_path / "toy.yaml")))
-        launcher_plugins.kinds.cache_clear()
+        yield request.getfixturevalue("toy")
     elif request.param == "slurm":
         cluster: Cluster = request.getfixturevalue("cluster")
         for name in ("PATH", "SLURM_CONF", "SANDBOX_DIR"):
@@ -77,6 +74,20 @@ def place(
             server.kubeconfig(kubeconfig)
             monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
             yield Place(toolkit.KubernetesProfile(name="k", namespace="default"))
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until) -> Iterator[Place]:
+    """The batch system of tests/support/toy_launcher, with room for one job at a time."""
+    monkeypatch.syspath_prepend(TOY)
+    monkeypatch.setenv("PYTHONPATH", str(TOY))  # for the commands of the toolkit
+    launcher_plugins.kinds.cache_clear()
+    (tmp_path / "toy.yaml").write_text(f"kind: toy\nruns_dir: {tmp_path}/runs\nspool: {tmp_path}\n")
+    with subprocess.Popen([sys.executable, TOY / "toyq.py", tmp_path, "1"]) as daemon:
+        until((tmp_path / "socket").exists, "toyq answers")
+        yield Place(toolkit.load_profile(str(tmp_path / "toy.yaml")))
+        daemon.terminate()
+    launcher_plugins.kinds.cache_clear()
 
 
 def output(run: toolkit.Run) -> str:
@@ -175,3 +186,51 @@ def test_a_plan_of_another_place_is_no_business_of_a_launcher(place: Place) -> N
             "toy": "ToyLauncher",
         }[place.profile.kind]
     )
+
+
+# ---- What the supervisor brings to a scheduler of another package
+
+FAILS_ONCE = """
+echo "attempt $TRAIN_ATTEMPT"
+[ "$TRAIN_ATTEMPT" != 0 ] || [ "$RANK" = 0 ] || kill -KILL $$
+"""
+
+
+def test_another_scheduler_queues_a_failed_attempt_again(toy: Place, until: Until) -> None:
+    run = toy.submit(FAILS_ONCE, retries={"requeue": 1})
+    behind = toy.submit(FOREVER)
+    assert behind.status().state is toolkit.RunState.PENDING
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.SUCCEEDED, output(run)
+    for attempt in (0, 1):
+        assert f"attempt {attempt}" in "\n".join(run.logs(attempt=attempt))
+    (restart,) = run.restarts()
+    assert restart.why == "failed: rank 1 on node-1: killed by SIGKILL"
+    until(lambda: begun(behind), "the next job has the slot")
+    behind.cancel()
+    assert behind.wait(300).state is toolkit.RunState.CANCELLED
+    assert output(behind).count("stopped") == 2, "its ranks were told"
+
+
+def test_another_scheduler_queues_an_attempt_no_more_often_than_the_job_says(toy: Place) -> None:
+    run = toy.submit("echo begun; exit 3", retries={"requeue": 1})
+    assert run.wait(300).state is toolkit.RunState.FAILED
+    assert len(run.restarts()) == 1
+
+
+def test_another_schedulers_job_is_cancelled_while_it_waits(toy: Place) -> None:
+    first, second = toy.submit(FOREVER), toy.submit("echo begun")
+    second.cancel()
+    assert second.wait(300).state is toolkit.RunState.CANCELLED
+    first.cancel()
+    assert first.wait(300).state is toolkit.RunState.CANCELLED
+    assert not (Path(str(second.run_dir)) / "logs/attempt-0").exists(), "it has never begun"
+
+
+def test_the_watchdog_answers_on_another_scheduler(toy: Place, until: Until) -> None:
+    program = "import time; print('begun', flush=True); time.sleep(1000)"
+    run = toy.submit(f'exec python3 -c "{program}"', stall_timeout="1h")
+    until(lambda: begun(run), "both ranks have begun")
+    assert [rank.rank for rank in run.stacks().ranks] == [0, 1]
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED

@@ -20,6 +20,9 @@ class LocalPlan(LaunchPlan):
     ports: tuple[int, int] = RENDEZVOUS_PORTS
     """First port that the rendezvous may use, and how many."""
 
+    again_status: int | None = None
+    """The exit status by which another package's scheduler queues the script again."""
+
     @property
     def watchdog(self) -> str:
         """The watchdog's limit; a local script has a watchdog also without restarts."""

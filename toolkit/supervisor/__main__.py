@@ -49,6 +49,9 @@ def _add_local(role: argparse.ArgumentParser) -> None:
     role.add_argument("--devices", action="append", required=True, help="the GPUs of a node: 0,1")
     role.add_argument("--ports", type=_ports, default="61000+4000", help="where the nodes may meet")
     role.add_argument("--static", action="store_true", help="the rendezvous is static")
+    role.add_argument(
+        "--again", type=int, default=0, help="exit status by which a scheduler queues it again"
+    )
     _add_policy(role)
 
 

@@ -1,6 +1,7 @@
 """One attempt of a run on this machine, where several torchruns stand for several nodes.
 
-Another process starts the next attempt, if the file `start_again` is there.
+Another process starts the next attempt: the role `keep`, if the file `start_again` is there; or a
+scheduler that queues a script again by its exit status.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import time
 from typing import List, NamedTuple, Optional, Sequence
 
-from .attempt import Attempt, Refused, open_attempt, with_number
+from .attempt import Attempt, Refused, folder_of, next_number, open_attempt, with_number
 from .evidence.cause import Logs, few_gpus
 from .evidence.files import last_lines, read
 from .evidence.outcome import read_outcome
@@ -47,6 +48,8 @@ class Options(NamedTuple):
     static: bool
     """Whether the rendezvous is static: torchrun takes the node's number."""
     policy: Policy
+    again: int = 0
+    """The exit status by which a scheduler queues the script again; 0 where none does."""
 
 
 def main(options: Options) -> int:
@@ -55,7 +58,7 @@ def main(options: Options) -> int:
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     parent = os.getppid()
     try:
-        attempt = open_attempt(options.run_dir, options.mode)
+        attempt = open_attempt(options.run_dir, options.mode or _queued_again(options))
     except Refused as refused:
         print(f"{options.policy.job}: {refused}", file=sys.stderr)
         return 1
@@ -64,7 +67,17 @@ def main(options: Options) -> int:
         status = LocalAttempt(options, attempt, signals, parent).run()
     finally:
         attempt.write("exit_status", str(status))
-    return status
+    return options.again if options.again and _starts_again(attempt.logs) else status
+
+
+def _queued_again(options: Options) -> str:
+    """Return the mode of a script that a scheduler starts again with the same arguments."""
+    before = folder_of(options.run_dir, next_number(options.run_dir) - 1)
+    return "restart" if options.again and _starts_again(before) else ""
+
+
+def _starts_again(folder: str) -> bool:
+    return os.path.exists(folder + "/start_again")
 
 
 class LocalAttempt(Supervised):
