@@ -148,7 +148,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "branch on data": Feature(
         init="self.one, self.other = nn.Linear(W, W), nn.Linear(W, W)",
-        forward="hidden = hidden + (self.one if hidden.detach().sum() > 0 else self.other)(hidden)",
+        # Behind a norm the sum is 0, but for rounding, which would decide on a branch at 0.
+        forward="one = hidden.detach().sum() > 0.1\n"
+        "hidden = hidden + (self.one if one else self.other)(hidden)",
     ),
     "branch by turns": Feature(
         init="self.first, self.second, self.turns = nn.Linear(W, W), nn.Linear(W, W), 0",
