@@ -5,6 +5,7 @@ from __future__ import annotations  # naming a type must not import it
 import contextlib
 import itertools
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -25,6 +26,8 @@ from toolkit.cli.main import (
 from toolkit.errors import LauncherError
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
+_MOST_FIGURES = 100
+"""A longer list leaves the newest figures out, which cost a read of each run."""
 _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED", "UNKNOWN")
 
 
@@ -48,7 +51,8 @@ _STATES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "PREEMPTED"
 )
 def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]) -> None:
     """List the runs that were submitted from here, the newest last."""
-    from toolkit.cli.summary import restarts_text, rows_of
+    from toolkit.cli.summary import age_of, restarts_text, rows_of
+    from toolkit.runs.records.run_directory import last_figures
 
     # A run's state is known only after a query, so with --state all runs are queried.
     runs = toolkit.list_runs(job=job, last=None if states else last)
@@ -68,8 +72,11 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
             # A place that does not answer gives all of its runs the same reason.
             repeated = reason and reason == before and row["state"] == "UNKNOWN"
             shown = "as above" if repeated else reason
-            note = "; ".join(filter(None, [restarts_text(row), shown]))
-            line = f"{row['uri']:<{width}}  {row['state']:<9}  {row['name']}  {note}"
+            folder = Path(row["run_dir"]) if row["run_dir"] and len(rows) <= _MOST_FIGURES else None
+            figures = last_figures(folder)
+            note = "; ".join(filter(None, [restarts_text(row), figures, shown]))
+            age = age_of(datetime.fromisoformat(row["created"]))
+            line = f"{row['uri']:<{width}}  {row['state']:<9}  {age:>6}  {row['name']}  {note}"
             before = reason
             output.say(line.rstrip())
 

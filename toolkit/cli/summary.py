@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of `toolkit list`; `toolkit status` shows more of a sweep.
 
-    All runs are queried together. Brief rows have only names, states, reasons and the number of
-    restarts, since newest metrics, dates and folders cost further reads. Without states to select,
-    all are returned.
+    All runs are queried together. Brief rows have only names, states, reasons, dates, folders and
+    the number of restarts, since newest metrics cost further reads. Without states to select, all
+    are returned.
     """
     runs, selected, environ = list(runs), set(states), dict(os.environ)
     row = _standing if brief else _summary
@@ -134,12 +134,15 @@ def summary_of(
 def _standing(
     run: Run, status: RunStatus, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    reason = status.reason
+    reason, folder = status.reason, run.run_dir
+    created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
         "uri": run.uri,
         "name": run.name,
         "state": status.state.upper(),
-        "reason": mask_of(run.run_dir, environ).hide(reason) if reason else "",
+        "reason": mask_of(folder, environ).hide(reason) if reason else "",
+        "created": created.isoformat(timespec="seconds"),
+        "run_dir": str(folder) if folder else None,
         "restarts": _counted(run),
     }
 
@@ -152,16 +155,12 @@ def _counted(run: Run) -> dict[str, int] | None:
 def _summary(
     run: Run, status: RunStatus, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    created = datetime.fromtimestamp(run.record.created).astimezone()
-    folder = run.run_dir
     return (
         _standing(run, status, environ)
         | {
             "expected_start": status.expected_start or None,
             "place_in_queue": status.place_in_queue,
-            "created": created.isoformat(timespec="seconds"),
-            "run_dir": str(folder) if folder else None,
-            **_metrics(folder),
+            **_metrics(run.run_dir),
         }
         | ({"remote": run.record.remote} if run.record.remote else {})
     )
@@ -269,6 +268,15 @@ def point_text(point: Mapping[str, Any]) -> str:
     reason = point["reason"].partition("\n")[0]
     figures = run_directory.figures(point["metrics"] or {}) or point.get("unread")
     return "; ".join(filter(None, [restarts_text(point), figures, reason]))
+
+
+def age_of(created: datetime) -> str:
+    """Return how long ago a run was submitted, in its largest unit."""
+    seconds = max((datetime.now(UTC) - created).total_seconds(), 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def restarts_text(row: Mapping[str, Any]) -> str:

@@ -189,7 +189,7 @@ def test_files_that_lead_elsewhere_are_not_followed(tmp_path: Path) -> None:
 
 def test_a_run_that_has_left_nothing_has_a_page_that_says_so(tmp_path: Path) -> None:
     page = _Page(ended(run_at(tmp_path)).report().html)
-    assert "the run directory has no events.jsonl, metrics.jsonl, outcome.json" in page.text
+    assert "no steps are recorded, so there are no curves; `log_pattern` in the job" in page.text
     assert "goodput" not in page.text
     page = _Page(ended(run_at(None)).report().html)
     assert "its run directory cannot be seen from here" in page.text

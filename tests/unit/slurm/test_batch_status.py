@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -58,8 +59,11 @@ def test_the_list_tells_how_often_a_run_was_interrupted(
         (tmp_path / f"run/logs/attempt-{number}").mkdir(parents=True)
     profile, run_dir = toolkit.SlurmProfile(name="s"), tmp_path / "run"
     remember("slurm://c/1", name="r-4", job="r", profile=profile, run_dir=run_dir)
+    metrics = {"time": 1.0, "attempt": 0, "restart": 0, "step": 7, "loss": 0.5}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     line = program("list", "--last", "1").stdout
-    assert line.partition(";")[0].split()[2:] == ["r-4", "2", "restarts"]
+    head = r"slurm://c/1 +UNKNOWN +\d+ \w+ +r-4  2 restarts; step 7, loss 0.5; "
+    assert re.match(head, line), line
     (row,) = json.loads(program("list", "--last", "1", "--json").stdout)
     assert row["restarts"] == {"count": 2}
 
@@ -70,10 +74,11 @@ def test_a_place_that_is_away_is_explained_once(
     squeue = tmp_path / "bin/squeue"
     squeue.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
     lines = program("list").stdout.splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["slurm://c/1", "UNKNOWN", "r-1"],
-        ["slurm://c/2", "UNKNOWN", "p-2"],
-        ["slurm://c/3", "UNKNOWN", "p-3"],
+    words = [line.split() for line in lines]
+    assert [(uri, state, name) for uri, state, _, _, name, *_ in words] == [
+        ("slurm://c/1", "UNKNOWN", "r-1"),
+        ("slurm://c/2", "UNKNOWN", "p-2"),
+        ("slurm://c/3", "UNKNOWN", "p-3"),
     ]
     assert "Unable to contact slurm controller" in lines[0]
     assert [line.rpartition("  ")[2] for line in lines[1:]] == ["as above"] * 2

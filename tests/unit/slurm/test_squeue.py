@@ -448,7 +448,7 @@ def test_a_list_reads_no_more_than_it_shows(
     assert run.run_dir is not None
     (run.run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
     (row,) = rows_of([run], brief=True)
-    keys = {"uri", "name", "state", "reason", "restarts"}
+    keys = {"uri", "name", "state", "reason", "created", "run_dir", "restarts"}
     assert (row["state"], set(row)) == ("SUCCEEDED", keys)
     (row,) = rows_of([run])
     assert row["metrics"] == {"step": 7}

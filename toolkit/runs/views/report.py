@@ -207,7 +207,7 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     try:
         facts.restarts = run.restarts()
         with run.recorded(*_RECORDED) as folder:
-            absent = [name for name in _RECORDED if not (folder / name).is_file()]
+            recorded = (folder / "metrics.jsonl").is_file()
             goodput = goodput_of(
                 folder, submitted=run.record.created, until=until, times=run.scheduled()
             )
@@ -220,8 +220,11 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     else:
         if run.run_dir and (why := steps_left_out(run.run_dir)):
             facts.missing.append(f"log_pattern: {why}")
-        if absent:
-            facts.missing.append(f"the run directory has no {', '.join(absent)}")
+        if not recorded:
+            facts.missing.append(
+                "no steps are recorded, so there are no curves; `log_pattern` in the job file "
+                "finds the steps in what the script prints"
+            )
         if facts.goodput and not facts.goodput.starts:
             facts.goodput = None
     return facts
