@@ -18,6 +18,7 @@ from ..data.order import Batch
 from ..model.trees import mapped, tensors_of
 from ..parallel.base import summed_loss
 from ..tasks.base import Task, item_count
+from .decisions import Decision, by_the_batch, decisions_of
 
 BATCH_NORM, LAYER, LOSS = ACCEPTED
 MEAN = "mean"
@@ -95,6 +96,7 @@ class _Pass:
     loss: Tensor
     outputs: list[Tensor]
     calls: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]]
+    decisions: list[Decision]
     count: int
     size: int
 
@@ -112,13 +114,15 @@ def _run(task: Task, model: nn.Module, batch: Batch) -> _Pass:
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in names]
     before = Snapshot(model)
     try:
-        outputs = model(batch.inputs)
+        with decisions_of(model) as decisions:
+            outputs = model(batch.inputs)
         loss = summed_loss(task, outputs, batch.targets)
         kept = mapped(lambda t: t.detach() if isinstance(t, Tensor) else t, outputs)
         return _Pass(
             loss=loss.detach().double(),
             outputs=tensors_of(kept),
             calls=calls,
+            decisions=decisions,
             count=item_count(task, batch.targets),
             size=len(batch),
         )
@@ -147,6 +151,14 @@ def _apart(
     if pairs.differ(whole.outputs, [part.outputs for part in parts]):
         layer = _mixing_layer(whole, parts, pairs)
         text = f"{layer} gives other outputs for a sample with other samples beside it"
+        return [Mixture(kind=LAYER, text=text)]
+    if decision := by_the_batch(whole.decisions, parts[0].decisions):
+        name, number = decision
+        text = (
+            f"the forward() of {f'module {name!r}' if name else 'the model'} decides by a number "
+            f"of its whole batch ({number:.3g} here), as `if hidden.sum() > 0` does: a part of the "
+            "batch may decide otherwise"
+        )
         return [Mixture(kind=LAYER, text=text)]
     total = parts[0].loss + parts[1].loss
     scale = max(one.loss.abs().item() for one in (whole, *parts))

@@ -475,3 +475,45 @@ class Part:
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         place = 2 * number + self._rank
         return self._all.inputs[place], self._all.targets[place]
+
+
+class Deciding(Plain):
+    """It goes another way where the sum of a batch is large, which it is not at first."""
+
+    @staticmethod
+    def number(hidden: Tensor) -> Any:
+        return hidden.sum()
+
+    def between(self) -> nn.Module:
+        decide = type(self).number
+
+        class Decide(nn.Module):
+            def forward(self, hidden: Tensor) -> Tensor:
+                return hidden if decide(hidden) < 1e6 else hidden.tanh()
+
+        return Decide()
+
+
+class DecidingByItem(Deciding):
+    """The same by a number of Python."""
+
+    @staticmethod
+    def number(hidden: Tensor) -> Any:
+        return hidden.mean().item()
+
+
+class Careful(Plain):
+    """It looks at its batch and decides by other things, which are the same for all parts of it."""
+
+    def between(self) -> nn.Module:
+        class Look(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(()))
+
+            def forward(self, hidden: Tensor) -> Tensor:
+                assert hidden.isfinite().all()
+                self.told = f"{hidden.mean().item():.3f}"
+                return hidden * self.scale if self.scale > 0 and self.scale.item() > 0 else hidden
+
+        return Look()
