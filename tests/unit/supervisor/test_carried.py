@@ -1,6 +1,7 @@
 """A batch script unpacks the supervisor that it carries, and runs no other."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -54,3 +55,20 @@ def test_a_script_whose_last_line_was_cut_ends(unpack: Path, tmp_path: Path) -> 
     done = run(unpack, tmp_path / "run")
     assert done.returncode != 0
     assert "is not the supervisor of this script" in done.stderr
+
+
+def test_a_host_without_python_ends_with_the_name_of_the_program(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("base64", "cut", "date", "mkdir", "mv", "sha256sum", "stat", "tail"):
+        found = shutil.which(name)
+        assert found
+        (programs / name).symlink_to(found)
+    script = tmp_path / "job.sh"
+    script.write_text(toolkit.render(toolkit.plan(job_of(), toolkit.SlurmProfile(name="s"))))
+    environ = {"PATH": str(programs), "SLURM_JOB_ID": "7"}
+    bash = str(shutil.which("bash"))
+    argv = [bash, str(script), str(tmp_path / "run")]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert "python3: not found" in done.stderr

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -139,3 +140,17 @@ def test_a_command_line_without_torchrun_is_refused(capsys: pytest.CaptureFixtur
         command_line.main(["local", "run", "--job=j", "--devices="])
     assert ended.value.code == 2
     assert "torchrun and its arguments must follow a '--'" in capsys.readouterr().err
+
+
+def test_a_signal_between_two_attempts_ends_the_run(tmp_path: Path) -> None:
+    """The script has ended, and would be started again."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "trap '' TERM; mkdir -p $1/logs/attempt-0; touch $1/logs/attempt-0/start_again\n"
+        'echo "$@" >>$1/started; kill -TERM $PPID; exit 1\n'
+    )
+    (tmp_path / "run").mkdir()
+    argv = ["keep", str(tmp_path / "run"), "--", "bash", str(script), str(tmp_path / "run")]
+    command = [sys.executable, "-m", "toolkit.supervisor", *argv]
+    assert subprocess.run(command, check=False).returncode == 1
+    assert (tmp_path / "run/started").read_text().count("\n") == 1
