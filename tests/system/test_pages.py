@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 
 import toolkit
 from tests.conftest import ROOT
@@ -87,6 +88,15 @@ def test_a_job_file_of_a_page_is_right(
         site = str(site_file)
     assert toolkit.check(path, to=[site]) == []
     assert toolkit.render(toolkit.plan(loaded, load_profile(site)))
+
+
+def test_the_log_pattern_of_the_page_finds_what_its_script_prints() -> None:
+    text = SCRIPTS["own-script"]
+    (printed,) = re.findall(r'print\(f"(epoch .*?)"', text)
+    line = re.sub(r"\{.*?\}", "7", printed)
+    pattern = toolkit.JobSpec.model_validate(yaml.safe_load(blocks(text, "yaml")[-1])).log_pattern
+    found = re.search(str(pattern), line)
+    assert found and found.groupdict() == dict.fromkeys(("epoch", "step", "steps", "loss"), "7")
 
 
 def test_the_page_shows_what_is_found_in_its_script(tmp_path: Path) -> None:

@@ -202,6 +202,11 @@ def main() -> None:
         usage, mark, message = shown.getvalue().partition("Error: ")
         for line in [*usage.splitlines(), f"{mark}{message.rstrip()}"]:
             say(line, err=True)  # the message may quote a file's name
+        if isinstance(error, click.NoSuchOption) and not error.possibilities:
+            name = error.ctx.command.name if error.ctx else None
+            if name in ("run", "submit", "render"):
+                args = f"args: [{error.option_name}, …]"
+                say(f"Options of the script belong into the job file: {args}", err=True)
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
         for problem in first_of(error.problems, "problems"):

@@ -266,6 +266,7 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["rendr", "job.yaml", "--to", "slurm"], "'render'"),
         (["check", "job.yaml", "--too", "slurm"], "'--to'"),
         (["render", "job.yaml", "--st", "a=b", "--to", "slurm"], "'--set'"),
+        (["run", "job.yaml", "--epochs", "3"], "the job file: args: [--epochs, …]"),
         (["list", "--jsn"], "'--json'"),
         (["render", "job.yaml"], "--to"),
         (["check"], "'FILE...'"),
