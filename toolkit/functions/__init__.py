@@ -3,9 +3,7 @@
 try:
     import submitit as submitit
 except ImportError as error:
-    raise ImportError(
-        "functions are submitted with submitit: pip install 'torch-deploy-toolkit[submitit]'"
-    ) from error
+    raise ImportError("functions are submitted with submitit: pip install submitit") from error
 
 from toolkit.functions.executors import (
     DebugExecutor,

@@ -93,8 +93,7 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
         from jsonpointer import JsonPointerException
     except ImportError:
         raise _Unfit(
-            "json needs the package jsonpatch: pip install 'torch-deploy-toolkit[kubernetes]', or "
-            "write the change as merge"
+            "json needs the package jsonpatch: pip install jsonpatch, or write the change as merge"
         ) from None
     for at, operation in enumerate(operations):
         try:

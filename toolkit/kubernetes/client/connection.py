@@ -286,8 +286,7 @@ class Connection:
             from kubernetes import config as config_module
         except ImportError as error:
             raise LauncherError(
-                f"the Kubernetes client is missing ({error}); "
-                "pip install 'torch-deploy-toolkit[kubernetes]'"
+                f"the Kubernetes client is missing ({error}); pip install kubernetes jsonpatch"
             ) from error
         config: Any = config_module
         # The client reads KUBECONFIG when it is imported, which may be long ago.

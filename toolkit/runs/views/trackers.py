@@ -446,9 +446,9 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
     except ImportError as error:
         if (error.name or "").partition(".")[0] != kind.library:
             raise
-        raise InputError(
-            f"needs {kind.library}: pip install 'torch-deploy-toolkit[{to}]'", place=f"--to {to}"
-        ) from None
+        package = kind.library.replace("_", "-")
+        message = f"needs {kind.library}: pip install {package}"
+        raise InputError(message, place=f"--to {to}") from None
     except (InputError, LauncherError):
         raise
     except Exception as error:  # of a library, which may raise anything
