@@ -51,6 +51,12 @@ class _Commands(click.Group):
             importlib.import_module(f"toolkit.cli.{module}")
         return super().get_command(ctx, cmd_name)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their first sentences, whole: click cuts them to one line."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, c.get_short_help_str(200)) for name, c in commands if c])
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(toolkit.__version__, prog_name="toolkit")

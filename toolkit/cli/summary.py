@@ -331,6 +331,10 @@ def top_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def goodput_lines(name: str, goodput: Goodput) -> Iterator[str]:
     """Yield a run's goodput as `toolkit goodput` prints it: the largest buckets first."""
+    if not goodput.elapsed_s:
+        found = "`log_pattern` in the job file finds the steps in what the script prints"
+        yield f"{name}: nothing is recorded; {found}"
+        return
     step = "no step" if goodput.step is None else f"step {goodput.step}"
     steps = "1 step" if goodput.steps_again == 1 else f"{goodput.steps_again} steps"
     again = f", {steps} made again" if goodput.steps_again else ""

@@ -94,6 +94,13 @@ def test_steps_without_a_record_count(run: Recorded, first: int, steps: int) -> 
     assert line.endswith(f"(step {goodput.step}, 1 start)")
 
 
+def test_a_run_without_records_says_how_steps_are_found(tmp_path: Path) -> None:
+    (line,) = goodput_lines("run", goodput_of(tmp_path, submitted=1e9, until=1e9))
+    assert line.startswith(
+        "run: nothing is recorded; `log_pattern` in the job file finds the steps"
+    )
+
+
 def spent(goodput: Goodput) -> dict[str, float]:
     """Return the buckets that have any time, to the millisecond."""
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s)
