@@ -396,7 +396,7 @@ READERS: dict[str, Row] = {
     "goodput: ready, again and again": Row(READY, read_goodput, size=40),
     "goodput: as many times of the scheduler": Row(EACH_RESTARTS, read_goodput_by_times),
     "report: each record restarts": Row(
-        EACH_RESTARTS, read_report, size=60, limits={"report._MOST_STARTS": 30}
+        EACH_RESTARTS, read_report, size=60, limits={"views.report._MOST_STARTS": 30}
     ),
     "report: words of a job file": Row(
         both(UP, lambda n: {"job.yaml": "args: [" + "a, " * n + "b]\n"}), compare
@@ -404,7 +404,7 @@ READERS: dict[str, Row] = {
     "report: stalls": Row(stalls, read_report),
     "report: ranks": Row(ranks_record, read_report),
     "report: waits of ranks": Row(
-        ranks_records, read_report, limits={"rank_waits._MOST_SHARES": 64}
+        ranks_records, read_report, limits={"evidence.rank_waits._MOST_SHARES": 64}
     ),
     "running: stalls": Row(stalls, read_running),
     "running: ranks": Row(ranks_record, read_running),
@@ -478,17 +478,17 @@ READERS: dict[str, Row] = {
     ),
     **{
         f"logs: {kind}": Row(
-            files, read_logs, size, limits={"log_reader._CHUNK": 256, **limits}, flat=True
+            files, read_logs, size, limits={"records.log_reader._CHUNK": 256, **limits}, flat=True
         )
         for kind, (files, limits, size) in {
-            "a traceback that does not end": (HELD, {"log_reader._MOST_HELD": 20}, 200),
-            "a traceback of long lines": (HELD, {"log_reader._HELD_CHARACTERS": 200}, 200),
-            "tracebacks": (TRACEBACKS, {"log_reader._MOST_HELD": 20}, 60),
+            "a traceback that does not end": (HELD, {"records.log_reader._MOST_HELD": 20}, 200),
+            "a traceback of long lines": (HELD, {"records.log_reader._HELD_CHARACTERS": 200}, 200),
+            "tracebacks": (TRACEBACKS, {"records.log_reader._MOST_HELD": 20}, 60),
             "mixed lines": (MIXED, {}, 60),
         }.items()
     },
     "logs: a line that does not end": Row(
-        log(lambda i: "x" * 400), read_logs, limits={"log_reader._CHUNK": 256}
+        log(lambda i: "x" * 400), read_logs, limits={"records.log_reader._CHUNK": 256}
     ),
     "reports: times, then ranks": in_memory(
         lambda n: ["  time: 1"] * n + ["  rank: 1"] * n, read_reports
