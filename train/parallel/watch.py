@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..rundir.files import TrainingProgress
     from .base import Strategy
 
-SHARE = 0.0002
+SHARE = 0.0001
 """Of the time of steps, what comparing may take, with both at their least: others of the same run
 find cold caches, or a processor at work."""
 UNKNOWN = 32
