@@ -16,7 +16,7 @@ EXIT_STATUSES = {
         "a run has failed, a check has found something, or the scheduler refused or did not answer"
     ),
     exit_status.UNUSABLE: (
-        "a file, an option or the name of a run cannot be used; all mistakes of a file are shown"
+        "a file, an option or the name of a run cannot be used; every error in a file is shown"
     ),
     exit_status.INTERRUPTED: "Ctrl-C: `run` has stopped its run; a run that is followed continues",
 }
@@ -26,8 +26,7 @@ def commands_page() -> str:
     """Return the page of `toolkit`: a section for each command, and the exit statuses."""
     parts = [
         "# The command line",
-        "Written by `make golden` from the commands, of which `toolkit COMMAND --help` is made as "
-        "well.",
+        "Written by `make golden` from the commands, as is `toolkit COMMAND --help`.",
         _prose(cli),
     ]
     for name in cli.list_commands(click.Context(cli)):
@@ -79,11 +78,11 @@ def _exit_statuses() -> list[str]:
     ]
     return [
         "## Exit statuses",
-        "Every command ends with one of these. From Python, the same mistakes are raised: "
-        "`ToolkitError` is the root of all errors that you can mend.",
+        "Every command exits with one of these. The Python API raises exceptions for the same "
+        "errors: `ToolkitError` is the base class of all errors that you can fix.",
         "\n".join(["| status | means | raised from Python |", "|---|---|---|", *rows]),
-        "`python -m train` and the rendered scripts have [statuses of their "
-        "own](run-directory.md#exit-status).",
+        "`python -m train` and the rendered scripts use [other exit "
+        "statuses](run-directory.md#exit-status).",
     ]
 
 

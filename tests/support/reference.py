@@ -111,14 +111,14 @@ def train_page() -> str:
     """Return the page of `python -m train`: a table for each section of its help."""
     parts = [
         "# The command line of `train`",
-        "Written by `make golden` from the docstrings in `train/cli/config.py`, of which "
-        "`python -m train --help` is made as well. How to choose among the strategies: "
+        "Written by `make golden` from the docstrings in `train/cli/config.py`, as is "
+        "`python -m train --help`. How to choose among the strategies: "
         "[parallelism](../how-to/parallelism.md).",
-        "A flag without a value is a switch; `--no-NAME` turns it off. The same names stand in the "
-        "file that `--config` reads, with `_` or `-`.",
-        "There is no flag for parameter groups, other optimizers, learning-rate schedules of your "
-        "own, clipping by value, evaluation every N steps, the best checkpoint, early stopping, "
-        "a `collate_fn` or a sampler: [what a task cannot choose]"
+        "A flag without a value is a switch; `--no-NAME` turns it off. The file of `--config` "
+        "uses the same names, with `_` or `-`.",
+        "`train` has no flag for parameter groups, other optimizers, custom learning-rate "
+        "schedules, clipping by value, evaluation every N steps, the best checkpoint, early "
+        "stopping, a `collate_fn` or a sampler: [what a task cannot choose]"
         "(../how-to/own-task.md#what-a-task-cannot-choose).",
     ]
     sections: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ def rules() -> str:
             + " |"
             for rule in found
         ]
-        head = "| id | what it finds | why | the way out |\n|---|---|---|---|"
+        head = "| id | what it finds | why | fix |\n|---|---|---|---|"
         parts += [f"## {title}", command, "\n".join([head, *rows])]
     return "\n\n".join(parts) + "\n"
 

@@ -85,8 +85,8 @@ def init(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @SET
-@click.option("--to", multiple=True, metavar="PROFILE", help="Check that it works there, too.")
-@click.option("--server", is_flag=True, help="Query the site or cluster, too; submits nothing.")
+@click.option("--to", multiple=True, metavar="PROFILE", help="Also check that it works there.")
+@click.option("--server", is_flag=True, help="Also query the site or cluster; submits nothing.")
 @click.option(
     "--schemas",
     type=click.Path(path_type=Path),
@@ -109,9 +109,9 @@ def check(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """List everything that is wrong with job files, or with scripts or manifests of your own.
+    """List every error in job files, or in your own scripts or manifests.
 
-    A script is a batch script, or a training script in Python (FILE.py), which is not executed. Of
+    A script is a batch script, or a training script in Python (FILE.py), which is not executed. In
     a folder, all such files below it are checked.
 
     Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if a file

@@ -64,7 +64,7 @@ def cli() -> None:
     """Run one PyTorch job file here, on Slurm, or on Kubernetes.
 
     JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
-    k8s/profiles, or one of your own. RUN is a run's URI, name, or run directory; without it,
+    k8s/profiles, or another file. RUN is a run's URI, name, or run directory; without it,
     status, logs, report and goodput take the newest run.
     """
 
@@ -161,8 +161,8 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 TRUST = click.option(
     "--trust",
     is_flag=True,
-    help="Believe a run directory that is not in your list of runs: act on the jobs, hosts and "
-    "clusters that it names.",
+    help="Trust a run directory that is not in your list of runs: act on the jobs, hosts and "
+    "clusters in its records.",
 )
 
 # ---- The program

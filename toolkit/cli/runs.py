@@ -89,10 +89,10 @@ def list_runs(as_json: bool, last: int, job: str | None, states: tuple[str, ...]
     "--watch",
     "-w",
     is_flag=True,
-    help="Show it again and again until the run has ended; of several runs, a line each.",
+    help="Keep the display up to date until the run has ended; a line per run for several runs.",
 )
 def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> None:
-    """Show the state of runs, the reason for it, and how far they are."""
+    """Show the state of runs, the reason for it, and their progress."""
     from toolkit.cli.summary import summary_lines, summary_of
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
@@ -119,11 +119,11 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
     default=50,
     show_default=True,
     metavar="N",
-    help="Look at so many of the newest runs.",
+    help="How many of the newest runs to look at.",
 )
 @click.option("--job", metavar="NAME", help="Only runs of the job with this name.")
 def top(last: int, job: str | None) -> None:
-    """Show all runs that go on, a line each, again and again until Ctrl-C.
+    """Show all active runs, a line each, and keep the display up to date until Ctrl-C.
 
     All runs of a cluster take one query. Without a terminal, the lines are shown once.
     """
@@ -244,10 +244,10 @@ def logs(
 @TRUST
 @JSON
 def stacks(run: str, trust: bool, as_json: bool) -> None:
-    """Show where the ranks of a running run stand: their stacks and last collectives.
+    """Show the stacks and last collectives of a running run's ranks.
 
-    Ranks at the same place are shown together, the fewest first: who keeps the others waiting
-    stands elsewhere.
+    Ranks at the same place are shown together, the smallest group first: the rank that blocks the
+    others is at a different place.
     """
     found = toolkit.open_run(run, trust=trust).stacks()
     if as_json:
@@ -261,9 +261,9 @@ def stacks(run: str, trust: bool, as_json: bool) -> None:
 @TRUST
 @JSON
 def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
-    """Show where the time of runs went: steps that count, and everything else.
+    """Show how runs spent their time: productive steps, and everything else.
 
-    Goodput is the share of the time since the submission that went into steps that count.
+    Goodput is the share of the time since the submission spent on steps that were not lost.
     """
     from toolkit.cli import operation_line
     from toolkit.cli.summary import goodput_lines
@@ -325,7 +325,7 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     type=click.Path(path_type=Path),
     metavar="PATH",
     help="What is written: tensorboard's folder (./tensorboard), wandb's (.), or prometheus' file "
-    "(toolkit.prom). mlflow and trackio have settings of their own.",
+    "(toolkit.prom). mlflow and trackio use their own settings.",
 )
 @click.option("--once", is_flag=True, help="Pass on what there is; do not wait for the end.")
 def forward(

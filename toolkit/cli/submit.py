@@ -26,7 +26,7 @@ from toolkit.errors import InputError, PlanError
 def render(job: Path, overrides: tuple[str, ...], to: str, chain: int, plain: bool) -> None:
     """Print the whole script or manifest, and do nothing else.
 
-    At a terminal, a comment stands for the supervisor that the text carries.
+    At a terminal, a comment replaces the supervisor inside the text.
     """
     made = _planned(job, overrides, to)
     from toolkit.rendering import payload

@@ -42,7 +42,7 @@ class NodeRange(FrozenModel):
 
 
 class Resources(FrozenModel):
-    """What one job needs of the machines; everything but `nnodes` is per node."""
+    """The resources of one job; every value but `nnodes` is per node."""
 
     nnodes: Annotated[
         Annotated[types.PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
@@ -100,7 +100,7 @@ class Stop(FrozenModel):
 
 
 class Retries(FrozenModel):
-    """How often a failed run is tried again, each time from the newest checkpoint."""
+    """How often a failed run is retried, each time from the newest checkpoint."""
 
     in_job: types.NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
@@ -109,7 +109,7 @@ class Retries(FrozenModel):
     """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
 
     Attempts after a preemption, the time limit, or an operator's requeue are not counted, but on
-    Slurm and on this machine 0 forbids them, too. If a script writes no `outcome.json`, the time
+    Slurm and on this machine 0 also forbids them. If a script writes no `outcome.json`, the time
     limit counts as a failure.
     """
 
@@ -186,7 +186,7 @@ class Mount(FrozenModel):
 
 
 class Secret(FrozenModel):
-    """Where a secret's value is; the value itself is never written down."""
+    """The location of a secret's value; job files never contain the value itself."""
 
     secret: types.SecretName | None = None
     """The name of the Kubernetes Secret."""
@@ -287,8 +287,8 @@ class JobSpec(FrozenModel):
     """The container image, if the profile runs containers."""
 
     workdir: types.AbsolutePath | None = None
-    """The folder in which the workers start; by default that of the image, or the submit folder if
-    there are no containers."""
+    """The working directory of the workers; by default the image's, or the submit folder without
+    containers."""
 
     resources: Resources = Field(default_factory=Resources.model_construct)
     """What the job needs."""

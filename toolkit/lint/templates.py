@@ -7,15 +7,15 @@ from toolkit.text.manifests import Stream, View
 
 SCRIPT_TEMPLATE = Rule(
     id="script-template",
-    finds="a template of a script: `{{ … }}`, `{% … %}` or `{NAME}` in an `#SBATCH` line",
-    reason="What stands there is known only when it has been filled in; nothing else is checked.",
+    finds="a script template: `{{ … }}`, `{% … %}` or `{NAME}` in an `#SBATCH` line",
+    reason="The values are known only after rendering; nothing else is checked.",
     fix="render it first, and check what comes out: RENDER … | toolkit check -",
 )
 MANIFEST_TEMPLATE = Rule(
     id="manifest-template",
-    finds="a template of a manifest: `{{ … }}` as Helm and Jinja have it, or `$NAME` where "
-    "Kubernetes expands nothing",
-    reason="What stands there is known only when it has been filled in; nothing else is checked.",
+    finds="a manifest template: `{{ … }}` of Helm and Jinja, or `$NAME` where Kubernetes expands "
+    "nothing",
+    reason="The values are known only after rendering; nothing else is checked.",
     fix="render it first, and check what comes out: helm template CHART | toolkit check -; or "
     "envsubst < FILE | toolkit check -",
 )

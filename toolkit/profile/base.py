@@ -34,13 +34,13 @@ class NodeFacts(FrozenModel):
 
 
 class Price(FrozenModel):
-    """What computing costs, for `toolkit goodput` and reports."""
+    """The price of computing, for `toolkit goodput` and reports."""
 
     rank_hour: types.Amount
     """The price of one rank, with its GPU if it has one, for an hour."""
 
     currency: types.Word = "USD"
-    """The currency, as it is shown."""
+    """The currency to show."""
 
 
 class SiteProfile(FrozenModel):
@@ -59,17 +59,17 @@ class SiteProfile(FrozenModel):
     """Environment variables of every job; the job's own take precedence."""
 
     network_interface: types.Word | None = None
-    """The network interface for NCCL and gloo, like `ib0`; by default they choose."""
+    """The network interface for NCCL and gloo, like `ib0`; by default NCCL and gloo choose."""
 
     price: Price | None = None
-    """What computing costs here; `toolkit goodput` then shows money, too."""
+    """The price of computing at this site; `toolkit goodput` then also shows costs."""
 
     notify: Notify | None = None
-    """Notifications of the ends of runs; a job's own take precedence."""
+    """Notifications when runs end; a job's own take precedence."""
 
     templates_dir: types.FolderPath | None = None
-    """A folder whose templates replace or extend the toolkit's; a relative path is below the
-    profile's own folder. See [templates](../how-to/templates.md)."""
+    """A folder with templates that replace or extend the toolkit's; a relative path is below the
+    profile's folder. See [templates](../how-to/templates.md)."""
 
 
 class LocalProfile(SiteProfile):

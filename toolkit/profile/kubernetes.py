@@ -202,8 +202,8 @@ class KubernetesProfile(SiteProfile):
     five minutes."""
 
     one_pod_per_node: types.Flag = False
-    """Whether each pod of a run gets a node of its own; a pod that uses all GPUs of a node has one
-    anyway."""
+    """Whether each pod of a run gets a separate node; a pod that uses all GPUs of a node always
+    does."""
 
     topology: Topology | None = None
     """How close to each other the pods must be; if there is a queue, Kueue arranges it."""
@@ -234,7 +234,7 @@ class KubernetesProfile(SiteProfile):
     """The Kubernetes Secret that holds the secrets for which a job gives no place."""
 
     ttl_s: types.Duration | None = Field(default=None, alias="ttl")
-    """How long a run that has ended stays in the cluster, with its logs; by default for ever."""
+    """How long a run stays in the cluster after its end, with its logs; by default forever."""
 
     supervisor: types.SupervisorPlace = "carried"
     """Where pods find the supervisor, their first process, which needs Python 3.8 in the image:

@@ -59,8 +59,8 @@ class SlurmProfile(SiteProfile):
     """The GPU's name in the cluster's gres.conf, like `h100`, if the site requires it."""
 
     gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
-    """The option that requests GPUs: a site whose submit filter or older select plugin knows only
-    `gres` needs that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
+    """The option that requests GPUs: use `gres` if the site's submit filter or older select plugin
+    knows only that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
     CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node."""
 
     switches: Switches | None = None
@@ -77,12 +77,12 @@ class SlurmProfile(SiteProfile):
     slurm_version: (
         Annotated[Text, *matching(r"[0-9]{2}\.[0-9]{2}(\.[0-9]+)?", 'write it like "23.02"')] | None
     ) = None
-    """The site's version of Slurm, in quotes, like `"23.02"`, for `toolkit check` of your own
-    scripts: some rules are about single versions. `--server` asks the site instead."""
+    """The site's version of Slurm, in quotes, like `"23.02"`, for `toolkit check` of batch
+    scripts: some rules apply to single versions. `--server` asks the site instead."""
 
     plugin_options: tuple[types.Word, ...] = ()
-    """Options of sbatch that plug-ins (SPANK) of the site add, by their long names, like
-    `environment`: `toolkit check` then lets them pass in scripts of your own."""
+    """Options of sbatch from the site's plug-ins (SPANK), by their long names, like `environment`:
+    `toolkit check` then accepts them in batch scripts."""
 
     sbatch: SbatchOptions = Field(default={})
     """More options of sbatch for every job, by their long names; a job's own take precedence."""

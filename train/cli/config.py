@@ -77,7 +77,7 @@ class Config:
     sampling: Literal["uniform", "balanced"] = "uniform"
     """`balanced` draws rare classes as often as frequent ones, with replacement."""
     workers: Natural = 0
-    """Processes that read ahead, for tasks whose data is a torch Dataset."""
+    """Processes that read ahead, for tasks with a torch Dataset."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """What turns gradients into steps."""
@@ -135,7 +135,7 @@ class Config:
     reduce: Literal["fast", "exact"] = "fast"
     """`exact`: the same bits on any number of ranks that divides --virtual-shards."""
     virtual_shards: Count = 4
-    """With --reduce exact: slices whose gradients are summed in fixed order."""
+    """With --reduce exact: slices of the batch, with gradients summed in fixed order."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Numbers that matrices are multiplied in; fp16 scales the loss."""

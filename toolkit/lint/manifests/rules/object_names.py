@@ -77,7 +77,7 @@ def _object_name(manifest: Manifest) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "pod-name-too-long",
-    finds="a name that is too long with what is added to it for the pods",
+    finds="a name that is too long for the pod names derived from it",
     reason="NAME-worker-12, NAME-node-0-12-abcde and NAME-12 are host names, of 63 characters at "
     "most: the webhook refuses the object, or no pod is made (Training Operator 1.9, JobSet 0.12).",
     fix="shorten the name of the object, or of the replicated job",
@@ -109,9 +109,9 @@ def _pod_names(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "label-invalid",
-    finds="a label, selector or annotation whose key or value Kubernetes refuses",
-    reason="A label's value has at most 63 of letters, digits, '-', '_' and '.'; its key may have "
-    "a domain and '/' in front.",
+    finds="a label, selector or annotation with a key or value that Kubernetes refuses",
+    reason="A label's value has at most 63 letters, digits, '-', '_' and '.'; its key may start "
+    "with a domain and '/'.",
     fix="shorten it, or write it as an annotation",
 )
 def _labels(stream: Stream) -> Iterator[Violation[View]]:
@@ -143,7 +143,7 @@ def _pairs(view: View, *, values: bool = True) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "entry-duplicate",
-    finds="two containers, volumes, variables, mounts or ports of one name",
+    finds="two containers, volumes, variables, mounts or ports with the same name",
     reason="Server-side apply refuses them; elsewhere the last one wins, or the pod is refused.",
     fix="leave one of them out",
 )
@@ -177,7 +177,7 @@ def _twice(
 
 @MANIFESTS.rule(
     "object-duplicate",
-    finds="an object that stands twice in a file",
+    finds="an object defined twice in a file",
     reason="The second one overwrites the first.",
     fix="leave one out, or give it another name",
 )

@@ -54,9 +54,10 @@ def _containers(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "master-restricted",
-    finds="a PyTorchJob with Master and Worker whose pods are made for Pod Security `restricted`",
-    reason="The operator gives workers an init container that waits for the master, which "
-    "`restricted` refuses: only the master is made, and waits for ever (Training Operator 1.9).",
+    finds="a PyTorchJob with Master and Worker, and pods written for Pod Security `restricted`",
+    reason="The operator gives workers an init container that waits for the master, and "
+    "`restricted` refuses that container: only the master is created, and waits forever (Training "
+    "Operator 1.9).",
     fix="use Workers alone, with torchrun --nnodes=N --rdzv-backend=c10d --rdzv-id=NAME "
     "--rdzv-endpoint=NAME-worker-0:23456",
 )
@@ -98,7 +99,7 @@ def _backoff(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "clean-pod-policy",
     finds="a PyTorchJob with cleanPodPolicy: None, which is its default",
-    reason="When it has failed, pods that are left go on crashing and restarting, and keep their "
+    reason="After the job fails, the remaining pods keep crashing and restarting, and keep their "
     "GPUs (Training Operator 1.9).",
     fix="write runPolicy: {cleanPodPolicy: Running}",
 )
@@ -195,8 +196,8 @@ def _unreachable(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "job-peers-hang",
-    finds="an Indexed Job with torchrun in several pods that goes on without one that has failed",
-    reason="Nothing starts the others again: they wait for the lost pod, until the deadline "
+    finds="an Indexed Job with torchrun in several pods that continues after one pod fails",
+    reason="Nothing restarts the other pods: they wait for the lost pod until the deadline "
     "(Kubernetes 1.34).",
     fix="write backoffLimitPerIndex: N and maxFailedIndexes: 0; or use a JobSet",
 )
@@ -218,8 +219,8 @@ def _hang(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "jobset-backoff-limit",
     finds="Jobs of a JobSet with a backoffLimit other than 0, where the JobSet restarts",
-    reason="The Job replaces the pod alone (six times by default), while the others hang; only its "
-    "failure has the JobSet start all again (JobSet 0.12).",
+    reason="The Job replaces only the failed pod (six times by default), while the others hang; "
+    "the JobSet restarts everything only after the Job fails (JobSet 0.12).",
     fix="write backoffLimit: 0 into the template of the replicated job",
 )
 def _gang(stream: Stream) -> Iterator[Violation[View]]:
@@ -308,8 +309,8 @@ def _dns(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "elastic-range",
-    finds="an elasticPolicy whose range does not hold the number of workers",
-    reason="The operator refuses it, or torchrun waits for pods that are never made.",
+    finds="an elasticPolicy range that excludes the number of workers",
+    reason="The operator refuses it, or torchrun waits for pods that are never created.",
     fix="write minReplicas <= replicas <= maxReplicas",
 )
 def _ranges(stream: Stream) -> Iterator[Violation[View]]:
@@ -351,7 +352,7 @@ def _workers(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "field-path",
-    finds="a fieldRef to what pods do not show of themselves",
+    finds="a fieldRef to a field that pods do not expose",
     reason="The server refuses the pod.",
     fix="write one of metadata.name, .namespace, .uid, .labels['KEY'], .annotations['KEY'], "
     "spec.nodeName, spec.serviceAccountName, status.hostIP, status.podIP",

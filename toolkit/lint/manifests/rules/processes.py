@@ -40,8 +40,8 @@ def _lost(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "grace-too-short",
     finds="a terminationGracePeriodSeconds that is not longer than torchrun's shutdown timeout",
-    reason="torchrun gives its workers that time for a checkpoint after SIGTERM; at the end of the "
-    "grace period all are killed, at it or in the midst of it (torch 2.13).",
+    reason="torchrun gives its workers that time for a checkpoint after SIGTERM. At the end of "
+    "the grace period everything is killed, perhaps during the checkpoint (torch 2.13).",
     fix="raise terminationGracePeriodSeconds above --shutdown-timeout, by 15 s or more",
 )
 def _grace(stream: Stream) -> Iterator[Violation[View]]:
@@ -60,10 +60,10 @@ def _grace(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "exit-status-unmapped",
-    finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with a torchrun that "
-    "is the first process",
-    reason="torchrun exits 1 whatever has happened to its workers: ExitCode never starts anything "
-    "again, and rules on other statuses never match (torch 2.13).",
+    finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with torchrun as "
+    "the first process",
+    reason="torchrun exits with status 1 for every failure of its workers: ExitCode never "
+    "restarts anything, and rules for other statuses never match (torch 2.13).",
     fix="let a shell around it turn outcomes into statuses, or restart OnFailure",
 )
 def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
@@ -86,8 +86,8 @@ def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "deadline-below-grace",
-    finds="an activeDeadlineSeconds that is not longer than the grace period",
-    reason="The run would be told to stop before it has begun.",
+    finds="an activeDeadlineSeconds no longer than the grace period",
+    reason="The run would get the stop signal before it starts.",
     fix="raise activeDeadlineSeconds",
 )
 def _deadlines(stream: Stream) -> Iterator[Violation[View]]:
@@ -118,11 +118,11 @@ _SPECIAL = re.compile(
 
 @MANIFESTS.rule(
     "secret-value",
-    finds="a token, key or password in a manifest, be it that of a Secret",
-    reason="Whoever may read the file or the object has it, and the repository remembers it for "
-    "ever; base64 hides nothing.",
-    fix="write valueFrom: {secretKeyRef: …}, make the Secret with `kubectl create secret`, and "
-    "change what has been written down",
+    finds="a token, key or password in a manifest, even in a Secret",
+    reason="Anyone who can read the file or the object can read it, and the repository keeps it "
+    "permanently; base64 hides nothing.",
+    fix="write valueFrom: {secretKeyRef: …}, create the Secret with `kubectl create secret`, and "
+    "replace the exposed secret",
 )
 def _secrets(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
@@ -162,9 +162,9 @@ def _decoded(text: str) -> str:
 
 @MANIFESTS.rule(
     "reference-unknown",
-    finds="`$(NAME)` with the name of no variable of the container",
-    reason="Kubernetes leaves it as it stands: the program gets the characters $(NAME), and a "
-    "shell takes NAME for a command (k8s.io/kubernetes, expansion).",
+    finds="`$(NAME)` where the container has no variable NAME",
+    reason="Kubernetes leaves it unchanged: the program gets the characters $(NAME), and a shell "
+    "runs NAME as a command (k8s.io/kubernetes, expansion).",
     fix='set the variable in env, above its use; in a shell write "$NAME"; as plain text write '
     "$$(NAME)",
 )
@@ -192,7 +192,8 @@ def _references(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "dollars-halved",
     finds="`$$` in a script of `command` or `args`",
-    reason="Kubernetes makes one $ of two before the shell sees them: $$ is no process id.",
+    reason="Kubernetes turns two $ into one before the shell sees them, so $$ does not give the "
+    "process id.",
     fix="write $$$$",
 )
 def _dollars(stream: Stream) -> Iterator[Violation[View]]:

@@ -27,7 +27,7 @@ _EACH_RANK = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
 
 @MANIFESTS.rule(
     "variable-reserved",
-    finds="a variable in a TrainJob that Trainer keeps for itself (PET_NNODES …)",
+    finds="a variable in a TrainJob that Trainer reserves (PET_NNODES …)",
     reason="Its webhook refuses the TrainJob (Trainer 2.3).",
     fix="set trainer.numNodes and trainer.numProcPerNode",
 )
@@ -41,10 +41,10 @@ def _reserved(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "variable-by-hand",
-    finds="RANK, WORLD_SIZE, MASTER_ADDR or PET_… set by hand, beside what the operator or "
-    "torchrun sets",
-    reason="A fixed value is the same in every pod: all believe to be the same node, or wait for "
-    "others that never come.",
+    finds="RANK, WORLD_SIZE, MASTER_ADDR or PET_… set by hand, although the operator or torchrun "
+    "sets it",
+    reason="A fixed value is the same in every pod: every pod takes itself for the same node, or "
+    "waits for others that never arrive.",
     fix="leave it out; the operator sets it in each pod as it must be",
 )
 def _by_hand(stream: Stream) -> Iterator[Violation[View]]:
@@ -68,7 +68,7 @@ def _by_hand(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "nproc-per-node",
-    finds="nprocPerNode that is no string of a number, nor auto, gpu or cpu",
+    finds="nprocPerNode that is neither a number in quotes nor auto, gpu or cpu",
     reason="The field is a string, which torchrun reads.",
     fix='write nprocPerNode: "8"',
 )
@@ -81,8 +81,8 @@ def _nproc(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "rdzv-id-missing",
-    finds="an elastic PyTorchJob, or torchrun with c10d, without an id for the rendezvous",
-    reason="Every run meets as `none`: pods of another run, or of an earlier one with the same "
+    finds="an elastic PyTorchJob, or torchrun with c10d, without a rendezvous id",
+    reason="Every run uses the id `none`: pods of another run, or of an earlier one with the same "
     "name, could join.",
     fix="write elasticPolicy.rdzvId, or torchrun --rdzv-id=NAME",
 )
@@ -103,9 +103,8 @@ def _ids(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "store-shared",
     finds="torchrun with c10d and restarts without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    reason="The ranks of a restart meet in the store of the rendezvous, find the keys of the start "
-    "before, and wait: a pod that comes back is in after 81 s rather than 15, or never (torch "
-    "2.13).",
+    reason="Restarted ranks reuse the rendezvous store, find the keys of the previous start, and "
+    "wait: a returning pod joins after 81 s instead of 15, or never (torch 2.13).",
     fix='set the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE to "1"',
 )
 def _stores(stream: Stream) -> Iterator[Violation[View]]:
@@ -131,8 +130,8 @@ def _elastic(launch: Launch) -> bool:
 @MANIFESTS.rule(
     "elastic-nnodes",
     finds="torchrun --nnodes=N in the pods of a PyTorchJob with an elasticPolicy",
-    reason="The command line takes precedence of PET_NNODES: the job is not elastic, and waits for "
-    "N pods.",
+    reason="The command line takes precedence over PET_NNODES: the job is not elastic, and waits "
+    "for N pods.",
     fix="leave --nnodes out: the operator sets PET_NNODES=MIN:MAX",
 )
 def _fixed(stream: Stream) -> Iterator[Violation[View]]:
@@ -147,8 +146,8 @@ def _fixed(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "metric-unknown",
     finds="an elasticPolicy that scales by a resource other than cpu and memory",
-    reason="The HorizontalPodAutoscaler knows the metrics of these two: it never scales, and says "
-    "FailedGetResourceMetric.",
+    reason="The HorizontalPodAutoscaler knows only the metrics of these two: it never scales, and "
+    "reports FailedGetResourceMetric.",
     fix="write a metric of type Pods or External, or leave metrics out",
 )
 def _metrics(stream: Stream) -> Iterator[Violation[View]]:
@@ -164,8 +163,9 @@ def _metrics(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "torchrun-alone",
-    finds="torchrun in several pods of a Job or JobSet that is not told of the others",
-    reason="Nothing tells it there: each pod trains alone, and writes the same checkpoints.",
+    finds="torchrun in several pods of a Job or JobSet without the address of a rendezvous",
+    reason="Job and JobSet do not configure torchrun: each pod trains alone, and writes the same "
+    "checkpoints.",
     fix="give torchrun --nnodes, --rdzv-backend=c10d and --rdzv-endpoint=NAME-0.SUBDOMAIN:29500, "
     "or set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT",
 )
@@ -200,7 +200,7 @@ _OTHERS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
 @MANIFESTS.rule(
     "service-not-ready",
     finds="a headless Service without publishNotReadyAddresses",
-    reason="Pods that meet to become ready cannot find each other before they are.",
+    reason="Pods that must meet to become ready cannot find each other before they are ready.",
     fix="write publishNotReadyAddresses: true",
 )
 def _not_ready(stream: Stream) -> Iterator[Violation[View]]:
@@ -217,7 +217,7 @@ def _not_ready(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "service-not-headless",
-    finds="a subdomain whose Service is not headless",
+    finds="a subdomain with a Service that is not headless",
     reason="Only a headless Service gives each pod a name.",
     fix="write clusterIP: None",
 )

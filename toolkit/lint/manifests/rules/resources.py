@@ -23,8 +23,8 @@ def _amounts(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
 
 @MANIFESTS.rule(
     "memory-unit",
-    finds="an amount of memory of less than a mebibyte: `512m`, or a number without a unit",
-    reason="A small m stands for thousandths: 512m is half a byte. No container starts with it.",
+    finds="a memory amount below one mebibyte: `512m`, or a number without a unit",
+    reason="A small m means thousandths: 512m is half a byte. No container starts with so little.",
     fix="write 512Mi, or 64Gi",
 )
 def _units(stream: Stream) -> Iterator[Violation[View]]:
@@ -60,7 +60,7 @@ def _requests(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "device-request",
-    finds="GPUs or other devices whose request and limit differ, or that have no limit",
+    finds="GPUs or other devices with a request that differs from the limit, or without a limit",
     reason="Devices cannot be overcommitted: requests must equal limits, else the pod is refused "
     "(Kubernetes, extended resources).",
     fix="write the same number under requests and limits",
@@ -109,8 +109,8 @@ def _shm(container: Container) -> View | None:
 
 @MANIFESTS.rule(
     "shm-missing",
-    finds="several workers in a pod that has the default shared memory",
-    reason="/dev/shm holds 64 MiB in a container; NCCL and loaders of data (num_workers) share "
+    finds="several workers in a pod with the default shared memory",
+    reason="/dev/shm holds 64 MiB in a container. NCCL and data loaders (num_workers) share "
     "memory there, and die with a bus error.",
     fix="mount an emptyDir of medium: Memory at /dev/shm",
 )
@@ -132,7 +132,7 @@ def _missing(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "shm-on-disk",
     finds="a volume at /dev/shm that is not in memory",
-    reason="What ranks share would be written to the node's disk.",
+    reason="Shared data of the ranks would be written to the node's disk.",
     fix="write emptyDir: {medium: Memory}",
 )
 def _on_disk(stream: Stream) -> Iterator[Violation[View]]:
@@ -145,9 +145,9 @@ def _on_disk(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "shm-size",
-    finds="shared memory as large as the container's memory limit, which it is part of",
-    reason="What lies in /dev/shm counts as the container's memory: it is killed before /dev/shm "
-    "is full.",
+    finds="shared memory as large as the container's memory limit, which includes it",
+    reason="Data in /dev/shm counts towards the container's memory: the container is killed "
+    "before /dev/shm is full.",
     fix="lower sizeLimit, or raise the memory limit",
 )
 def _size(stream: Stream) -> Iterator[Violation[View]]:

@@ -25,9 +25,9 @@ from toolkit.text.yaml_reader import documents_of, read_text
 
 CRD_RULE = Rule(
     id="crd-schema",
-    finds="with `--schemas` or `--server`: what the schema of a kind (CustomResourceDefinition) "
-    "does not allow",
-    reason="The server refuses it, or drops the field without a word.",
+    finds="with `--schemas` or `--server`: a field or value that the schema of a kind "
+    "(CustomResourceDefinition) does not allow",
+    reason="The server refuses the object, or silently drops the field.",
     fix="write what the schema of the cluster's version has",
 )
 
@@ -367,7 +367,7 @@ def is_known(manifest: Manifest, schemas: Schemas | None = None) -> bool:
 
 @MANIFESTS.rule(
     "api-version",
-    finds="a kind in a version of its API that is not served",
+    finds="a kind in an API version that is not served",
     reason='The server answers "no matches for kind".',
     fix="write the version that the cluster serves: kubectl api-resources",
 )
@@ -416,33 +416,33 @@ def _form_rule(id: str, *, finds: str, reason: str, fix: str) -> None:
 _form_rule(
     "field-unknown",
     finds="a field that the API does not have",
-    reason="kubectl refuses it; other clients send it, and the server drops it without a word, or "
-    "leaves the object with no status.",
+    reason="kubectl refuses it. With other clients, the server silently drops it, or leaves the "
+    "object with no status.",
     fix="correct its name, or its place",
 )
 _form_rule(
     "field-missing",
-    finds="an object without a field that it must have",
+    finds="an object without a required field",
     reason="The server refuses it.",
     fix="write it",
 )
 _form_rule(
     "field-type",
-    finds="a value of another type than the API's: a number for a string, yes for true",
-    reason="The server refuses it; numbers and yes, no, on, off in YAML are no strings.",
+    finds="a value of the wrong type: a number for a string, yes for true",
+    reason="The server refuses it: in YAML, numbers and yes, no, on, off are not strings.",
     fix="write it as the API wants it",
 )
 _form_rule(
     "field-word",
-    finds="a word that is none of those that the field knows (restartPolicy, effect, operator …)",
-    reason="Kubernetes refuses it where it checks; the Training Operator's webhook takes any "
-    "restartPolicy, cleanPodPolicy or dnsPolicy, and the job makes no pods, or never ends "
+    finds="a value that the field does not allow (restartPolicy, effect, operator …)",
+    reason="Kubernetes refuses it where it checks. The Training Operator's webhook accepts any "
+    "restartPolicy, cleanPodPolicy or dnsPolicy, and the job creates no pods, or never ends "
     "(Training Operator 1.9).",
     fix="write one that there is",
 )
 _form_rule(
     "quantity-malformed",
-    finds="an amount of CPU, memory or a device that is no quantity",
+    finds="a malformed amount of CPU, memory or a device",
     reason="The server refuses it: units are Ki, Mi, Gi, Ti (of 1024), k, M, G, T (of 1000) and m "
     "(thousandths), without a space.",
     fix="write it like 500m, 64Gi or 8",

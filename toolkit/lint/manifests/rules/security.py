@@ -16,10 +16,10 @@ _PLAIN_CAPABILITIES = frozenset(
 
 @MANIFESTS.rule(
     "pod-security",
-    finds="pods that Pod Security refuses, at the level that the namespace is known to have; where "
-    "that is not known, at `restricted`",
-    reason="The object is taken and its pods are not made: only events tell it (FailedCreate), and "
-    "status stays empty (Kubernetes 1.34).",
+    finds="pods that Pod Security refuses, at the known level of the namespace, or else at "
+    "`restricted`",
+    reason="The object is accepted, but its pods are not created: only events report it "
+    "(FailedCreate), and status stays empty (Kubernetes 1.34).",
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
 def _levels(stream: Stream) -> Iterator[Violation[View]]:
@@ -122,9 +122,9 @@ def _lacking(pods: Pods) -> list[str]:
 
 @MANIFESTS.rule(
     "host-path",
-    finds="a folder of the node in a pod",
-    reason="Pods see the node's files, and each node has others; Pod Security refuses it but at "
-    "`privileged`.",
+    finds="a folder of the node mounted into a pod",
+    reason="Pods see the node's files, which differ from node to node. Pod Security refuses it "
+    "except at `privileged`.",
     fix="use a PersistentVolumeClaim",
 )
 def _host_paths(stream: Stream) -> Iterator[Violation[View]]:
@@ -147,8 +147,9 @@ _INSTEAD = {
 
 @MANIFESTS.rule(
     "token-mounted",
-    finds="training whose pods get the token of their ServiceAccount",
-    reason="Training does not ask the API; whoever breaks into the pod could, with its rights.",
+    finds="training pods that mount the token of their ServiceAccount",
+    reason="Training does not call the API, but an intruder in the pod could, with the rights of "
+    "the ServiceAccount.",
     fix="write automountServiceAccountToken: false",
 )
 def _tokens(stream: Stream) -> Iterator[Violation[View]]:

@@ -29,7 +29,7 @@ def _runtimes(stream: Stream) -> dict[tuple[str, str], Manifest]:
 @MANIFESTS.rule(
     "pod-template-overrides",
     finds="podTemplateOverrides in a TrainJob",
-    reason="Trainer 2.3 has no such field: it is dropped, or the TrainJob is refused.",
+    reason="Trainer 2.3 has no such field: the server drops it, or refuses the TrainJob.",
     fix="write runtimePatches: [{manager: NAME, trainingRuntimeSpec: {template: {spec: "
     "{replicatedJobs: [{name: node, …}]}}}}]",
 )
@@ -42,8 +42,8 @@ def _overrides(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "patch-target",
     finds="a patch of a TrainJob for a job or container that the runtime does not have",
-    reason="It is taken, no pod is made, and status stays empty: only events tell it (Trainer "
-    "2.3).",
+    reason="The patch is accepted, no pod is created, and status stays empty: only events report "
+    "it (Trainer 2.3).",
     fix="name the runtime's own: job `node`, container `node`",
 )
 def _targets(stream: Stream) -> Iterator[Violation[View]]:
@@ -83,7 +83,7 @@ def _refused(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "runtime-label",
-    finds="a TrainingRuntime without the labels by which Trainer knows what it is",
+    finds="a TrainingRuntime without the labels that Trainer needs",
     reason="Without trainer.kubeflow.org/framework the SDK does not list it; without "
     f"{_STEP}: trainer no TrainJob's command and image reach its pods (Trainer 2.3).",
     fix="write both labels: framework on the runtime, the step on the template of the job `node`",
@@ -108,9 +108,9 @@ def _labels(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "queue-suspended",
-    finds="`suspend` in an object that a queue of Kueue admits",
-    reason="Kueue's webhook sets it when the object is made; to apply a file with it again is a "
-    "conflict with Kueue, or stops the run (Kueue 0.19).",
+    finds="`suspend` in an object that a Kueue queue admits",
+    reason="Kueue's webhook sets it when the object is created. Applying the file again conflicts "
+    "with Kueue, or stops the run (Kueue 0.19).",
     fix="leave suspend out: Kueue's webhook sets it",
 )
 def _suspended(stream: Stream) -> Iterator[Violation[View]]:
@@ -147,8 +147,8 @@ def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "pod-group",
-    finds="a PodGroup that waits for more pods than the file has",
-    reason="The gang is never whole, and none of its pods starts.",
+    finds="a PodGroup that waits for more pods than the file defines",
+    reason="The gang is never complete, and none of its pods starts.",
     fix="write the number of pods into minMember",
 )
 def _groups(stream: Stream) -> Iterator[Violation[View]]:

@@ -47,8 +47,7 @@ def _image_name(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "image-tag",
     finds="the tag `latest`, or none, with imagePullPolicy: IfNotPresent",
-    reason="Each node keeps the image that it has pulled first: the pods of a job run different "
-    "code.",
+    reason="Each node keeps the first image pulled there: the pods of a job run different code.",
     fix="name a version or a digest (@sha256:…)",
 )
 def _tags(stream: Stream) -> Iterator[Violation[View]]:
@@ -144,7 +143,8 @@ def _mounts(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "volume-unused",
     finds="a volume that no container mounts",
-    reason="It is made or waited for, and nobody sees it; often a mount has been forgotten.",
+    reason="Kubernetes creates it or waits for it, but no container uses it; often a mount is "
+    "missing.",
     fix="mount it, or leave it out",
 )
 def _unused(stream: Stream) -> Iterator[Violation[View]]:
@@ -163,7 +163,7 @@ def _unused(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "volume-source",
-    finds="a volume that is of no kind, or of two",
+    finds="a volume with no source, or with two",
     reason="The server refuses the pod.",
     fix="write one of emptyDir, persistentVolumeClaim, configMap, secret …",
 )
@@ -180,8 +180,8 @@ def _sources(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "claim-shared",
     finds="a claim that one node at a time can mount (ReadWriteOnce), in several pods",
-    reason="Pods on another node than the first wait in ContainerCreating; with ReadWriteOncePod "
-    "every other pod does.",
+    reason="Pods on any node but the first wait in ContainerCreating; with ReadWriteOncePod every "
+    "other pod does.",
     fix="write accessModes: [ReadWriteMany], with a storage class that has it",
 )
 def _shared(stream: Stream) -> Iterator[Violation[View]]:
@@ -202,8 +202,8 @@ def _shared(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "config-map-size",
     finds="a ConfigMap that is too large",
-    reason="One holds at most 1048576 bytes; above 262144, `kubectl apply` cannot note what it has "
-    "applied in an annotation, and fails (Kubernetes 1.34).",
+    reason="The limit is 1048576 bytes; above 262144, `kubectl apply` cannot store the applied "
+    "object in an annotation, and fails (Kubernetes 1.34).",
     fix="keep large files on a volume",
 )
 def _sizes(stream: Stream) -> Iterator[Violation[View]]:

@@ -115,9 +115,9 @@ def _variable(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "container-on-sbatch",
-    finds="an option of pyxis in an `#SBATCH` line",
-    reason="sbatch does not know it, or starts the batch script itself in the container, where "
-    "there is no srun.",
+    finds="a pyxis option in an `#SBATCH` line",
+    reason="sbatch does not know it, or starts the batch script itself in the container, which "
+    "has no srun.",
     fix="give it to srun",
 )
 def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
@@ -130,8 +130,8 @@ def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "time-missing",
     finds="no time limit",
-    reason="The partition's default holds, which may be minutes, and the scheduler cannot start "
-    "the job in a gap.",
+    reason="The partition's default applies, which may be minutes, and the scheduler cannot "
+    "backfill the job.",
     fix="add #SBATCH --time=HH:MM:SS",
 )
 def _time(script: BatchScript) -> Iterator[Violation[int]]:
@@ -149,8 +149,8 @@ def _submits_only(script: BatchScript) -> bool:
 
 @SCRIPTS.rule(
     "log-truncated",
-    finds="a job that is queued again, without `--open-mode=append`",
-    reason="Slurm opens the log anew at each start, and what the start before has printed is gone.",
+    finds="a requeued job without `--open-mode=append`",
+    reason="Slurm truncates the log at each start, and the earlier output is lost.",
     fix="add #SBATCH --open-mode=append",
 )
 def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
@@ -181,9 +181,9 @@ def _typed(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "export-comma",
-    finds="`--export` with a value that holds a comma",
+    finds="`--export` with a value that contains a comma",
     reason="Slurm splits the list at each comma outside quotes: of `K=a,b` the program sees `K=a`.",
-    fix="export K='a,b' in a line of its own, and leave --export=ALL",
+    fix="export K='a,b' on a separate line, and keep --export=ALL",
 )
 def _commas(script: BatchScript) -> Iterator[Violation[int]]:
     names = {setting.name for setting in script.walk.settings}
@@ -230,9 +230,9 @@ def _none(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "brace-stray",
-    finds="a path with a } too many behind a variable: ${DIR}}/log",
-    reason="bash keeps the brace as a character: the file goes to a folder that is really called "
-    "so.",
+    finds="a path with an extra } after a variable: ${DIR}}/log",
+    reason="bash keeps the brace as a character: the file goes to a folder with a brace in its "
+    "name.",
     fix="leave one } out",
 )
 def _brace(script: BatchScript) -> Iterator[Violation[int]]:
@@ -257,10 +257,10 @@ def _brace(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "secret-literal",
     finds="a token, key or password in the script",
-    reason="Whoever may read the script has it, `scontrol show job` and the accounting keep it, "
-    "and the repository remembers it for ever.",
-    fix="read it from a file that only you may read: export NAME=$(<~/.secrets/name); and change "
-    "what has been written down",
+    reason="Anyone who can read the script can read it. `scontrol show job` and the accounting "
+    "keep it, and the repository keeps it permanently.",
+    fix="read it from a file that only you can read: export NAME=$(<~/.secrets/name); and replace "
+    "the exposed secret",
 )
 def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
     lines: dict[int, str] = {}
@@ -295,7 +295,7 @@ def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "secret-printed",
     finds="all variables printed into the log, a token, key or password among them",
-    reason="A log is read by more people than a script, and is kept longer.",
+    reason="More people can read a log than a script, and logs are kept longer.",
     fix="leave it out, or print what you look for: env | grep ^SLURM",
 )
 def _printed(script: BatchScript) -> Iterator[Violation[int]]:

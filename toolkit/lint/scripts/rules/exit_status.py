@@ -20,9 +20,9 @@ _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
 
 @SCRIPTS.rule(
     "failure-masked",
-    finds="a training whose exit status is lost",
-    reason="A job ends with the exit status of its script: Slurm says COMPLETED, and what waits "
-    "for its success begins.",
+    finds="a training command with a lost exit status",
+    reason="A job ends with the exit status of its script: Slurm reports COMPLETED, and jobs that "
+    "depend on its success start.",
     fix="write set -eo pipefail at the top, or end the script with the status of srun",
 )
 def _masked(script: BatchScript) -> Iterator[Violation[int]]:

@@ -37,8 +37,8 @@ def _backend(script: BatchScript, run: Torchrun) -> str:
 @SCRIPTS.rule(
     "fixed-port",
     finds="a rendezvous port that is the same for every job",
-    reason="Two jobs on one node, or what is left of one, meet at the same port: the second fails, "
-    "or joins the first.",
+    reason="Two jobs on one node, or leftover processes of one, use the same port: the second job "
+    "fails, or joins the first.",
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
 )
 def _port(script: BatchScript) -> Iterator[Violation[int]]:
@@ -121,8 +121,8 @@ _TOLD_WHERE = ("torchrun", "accelerate launch", "tune run", "dlrover-run")
 
 @SCRIPTS.rule(
     "localhost-master",
-    finds="several nodes that meet at localhost",
-    reason="Each node meets itself there: every one trains alone, or waits for the others.",
+    finds="several nodes with a rendezvous at localhost",
+    reason="Each node connects to itself: every node trains alone, or waits for the others.",
     fix='take the first node: hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") and '
     "head=${hosts%%$'\\n'*}; fail where it is empty",
 )
@@ -207,9 +207,10 @@ def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "rdzv-id",
-    finds="c10d without a rendezvous id, or with one that every job has, or each node another",
-    reason="Who brings the same id to the same endpoint is the same run: what is left of an "
-    "attempt joins the next one.",
+    finds="c10d without a rendezvous id, with the same id for every job, or with another id on "
+    "each node",
+    reason="Processes with the same id and endpoint belong to the same run: leftover processes of "
+    "an attempt join the next one.",
     fix='give torchrun --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
 )
 def _id(script: BatchScript) -> Iterator[Violation[int]]:
@@ -236,9 +237,9 @@ def _id(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "node-rank",
-    finds="a static rendezvous whose nodes have no rank of their own",
-    reason="Without --node-rank every node is node 0; and $SLURM_NODEID outside of single quotes "
-    "is that of the batch script, 0 for all.",
+    finds="a static rendezvous without a node rank for each node",
+    reason="Without --node-rank every node is node 0. Outside single quotes, the batch script "
+    "expands $SLURM_NODEID, to 0 for all nodes.",
     fix="let every task expand it: srun bash -c 'torchrun --node-rank=$SLURM_NODEID …'; or use "
     "--rdzv-backend=c10d, which needs none",
 )
@@ -270,8 +271,7 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "rank-in-batch-script",
     finds="RANK, LOCAL_RANK or NODE_RANK exported from $SLURM_PROCID … in the batch script",
-    reason="The batch script is one process, whose numbers are 0: every task of srun inherits "
-    "rank 0.",
+    reason="The batch script is a single process with rank 0: every task of srun inherits rank 0.",
     fix="let every task set it: srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "
     "python …'",
 )
@@ -294,8 +294,9 @@ def _ranks(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "world-size-mismatch",
-    finds="a WORLD_SIZE that is not the number of tasks of the job",
-    reason="With more, the ranks wait for others that never come; with fewer, some ranks fail.",
+    finds="a WORLD_SIZE that differs from the job's number of tasks",
+    reason="If it is larger, the ranks wait for others that never arrive; if it is smaller, some "
+    "ranks fail.",
     fix="write export WORLD_SIZE=$SLURM_NTASKS",
 )
 def _world_size(script: BatchScript) -> Iterator[Violation[int]]:
@@ -347,9 +348,9 @@ def _one_element(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "nnodes-mismatch",
-    finds="torchrun's number of nodes is not that of the job",
-    reason="With more than there are, torchrun waits for nodes that never come; with fewer, some "
-    "nodes are left over.",
+    finds="torchrun's number of nodes differs from the job's",
+    reason="If it is larger, torchrun waits for nodes that never arrive; if it is smaller, some "
+    "nodes stay unused.",
     fix='write --nnodes="$SLURM_JOB_NUM_NODES"',
 )
 def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:
@@ -374,8 +375,9 @@ def _range(text: str) -> tuple[int, int] | None:
 
 @SCRIPTS.rule(
     "nproc-mismatch",
-    finds="torchrun's workers per node are not as many as the node's GPUs",
-    reason="With more, two workers share a GPU, which NCCL refuses; with fewer, GPUs are idle.",
+    finds="torchrun's number of workers per node differs from the node's number of GPUs",
+    reason="If it is larger, two workers share a GPU, which NCCL refuses; if it is smaller, GPUs "
+    "are idle.",
     fix="write --nproc-per-node=gpu, or the same number twice",
 )
 def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
@@ -396,7 +398,7 @@ def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "ntasks-exceed-gpus",
-    finds="more tasks per node than GPUs, each of which is a rank of the training",
+    finds="more tasks per node than GPUs, with one rank per task",
     reason="Two ranks would share a GPU, which NCCL refuses.",
     fix="make --ntasks-per-node the number of the node's GPUs",
 )

@@ -108,8 +108,8 @@ def _blocked(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "wait-interrupted",
     finds="one `wait` for a step, in a script that traps signals",
-    reason="A trapped signal ends `wait`: the script goes on, ends, and Slurm kills the step at "
-    "its checkpoint.",
+    reason="A trapped signal interrupts `wait`: the script continues and exits, and Slurm kills "
+    "the step during its checkpoint.",
     fix='wait in a loop: while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done',
 )
 def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
@@ -133,8 +133,8 @@ def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
 
 @SCRIPTS.rule(
     "srun-sigterm",
-    finds="SIGTERM for srun itself",
-    reason="srun answers it by killing the step at once, by SIGKILL: there is no checkpoint.",
+    finds="SIGTERM sent to srun itself",
+    reason="srun responds by killing the step at once with SIGKILL, without a checkpoint.",
     fix='pass USR1 on, which srun forwards: kill -USR1 "$step"; or scancel --signal=TERM JOB.STEP',
 )
 def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:

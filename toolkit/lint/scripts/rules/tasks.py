@@ -151,7 +151,7 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     finds="`srun --wait` below torchrun's exit barrier",
     reason=f"At the end the torchruns wait for each other for up to {EXIT_BARRIER_S} s; srun kills "
     "those that are slower than --wait.",
-    fix="leave --wait out, or give it 0 (for ever) or more than 300",
+    fix="leave --wait out, or give it 0 (no limit) or more than 300",
 )
 def _wait(script: BatchScript) -> Iterator[Violation[int]]:
     steps = {id(run.step) for run in script.walk.torchruns if run.launcher.name in AGENTS}
@@ -271,7 +271,7 @@ def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "nodes-unused",
     finds="a program that the batch script itself starts, in a job of several nodes without srun",
-    reason="A batch script runs on the first node only: the others are paid for, and idle.",
+    reason="A batch script runs on the first node only: the other nodes are charged, but idle.",
     fix="start it with srun --ntasks-per-node=N, or ask for one node",
 )
 def _unused(script: BatchScript) -> Iterator[Violation[int]]:

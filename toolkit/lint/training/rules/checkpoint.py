@@ -55,9 +55,9 @@ def _called_under_guard(script: TrainingScript, name: str) -> bool:
 
 @TRAINING.rule(
     "untrusted-load",
-    finds="a file that may execute code when it is loaded",
-    reason="With weights_only=False, torch.load unpickles: a file of somebody else runs whatever"
-    " it holds, as you.",
+    finds="a file that may execute code during loading",
+    reason="With weights_only=False, torch.load unpickles: a file from somebody else can run any "
+    "code with your rights.",
     fix="leave weights_only at True, and save state_dict()s, numbers and texts only",
 )
 def _unpickles(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -68,9 +68,9 @@ def _unpickles(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "load-onto-one-gpu",
-    finds="a checkpoint that all ranks load onto the GPU that has saved it",
-    reason="Tensors go back to the device that they came from: every rank of a node takes memory"
-    " of GPU 0, which may not have so much.",
+    finds="a checkpoint that all ranks load onto the GPU that saved it",
+    reason="Tensors return to the device that saved them: every rank of a node uses memory of GPU "
+    "0, which may run out.",
     fix='write torch.load(path, map_location="cpu"), or the rank\'s own device',
 )
 def _same_gpu(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -13,10 +13,9 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", 
 
 @TRAINING.rule(
     "ddp-not-assigned",
-    finds="a wrapped model that is thrown away",
-    reason="DistributedDataParallel exchanges gradients in the forward pass of the module that "
-    "it returns. The model that it was given still trains, on each rank for itself, and "
-    "no error says so.",
+    finds="a wrapped model that is discarded",
+    reason="DistributedDataParallel exchanges gradients in the forward pass of the returned "
+    "module. The original model still trains, separately on each rank, and no error is raised.",
     fix="assign it and call the result: model = DistributedDataParallel(model)",
 )
 def _not_assigned(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -27,9 +26,9 @@ def _not_assigned(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "optimizer-before-sharding",
-    finds="an optimizer that is made before fully_shard of the same model",
-    reason="fully_shard puts shards in the place of the parameters. The optimizer holds the old "
-    "ones: its steps change nothing that the model computes with, and no error says so.",
+    finds="an optimizer created before fully_shard of the same model",
+    reason="fully_shard replaces the parameters with shards. The optimizer holds the old "
+    "parameters: its steps do not change the model, and no error is raised.",
     fix="make the optimizer after fully_shard",
 )
 def _before_sharding(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -88,8 +87,8 @@ def _not_converted(script: TrainingScript) -> Iterator[Violation[int]]:
 @TRAINING.rule(
     "data-parallel",
     finds="nn.DataParallel",
-    reason="It is one process with a thread per GPU: Python's lock lets one of them run at a "
-    "time, the model is copied in each step, and the first GPU gathers all outputs.",
+    reason="DataParallel is one process with a thread per GPU: Python's lock lets one thread run "
+    "at a time, the model is copied in each step, and the first GPU gathers all outputs.",
     fix="start a process per GPU with torchrun and wrap the model in DistributedDataParallel",
 )
 def _one_process(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -14,8 +14,8 @@ _SAME_MODEL = ("to", "cuda", "cpu", "float", "double", "train", "eval")
 @TRAINING.rule(
     "nll-of-raw-outputs",
     finds="nll_loss of the outputs of a linear layer",
-    reason="It takes the outputs for logarithms of probabilities. Raw outputs have no upper bound: "
-    "the loss falls below zero without end, and the model learns no probabilities.",
+    reason="nll_loss expects logarithms of probabilities. Raw outputs have no upper bound: the "
+    "loss falls below zero without end, and the model learns no probabilities.",
     fix="write cross_entropy, which is log_softmax and nll_loss in one",
 )
 def _raw_outputs(script: TrainingScript) -> Iterator[Violation[int]]:

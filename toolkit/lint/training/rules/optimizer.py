@@ -40,9 +40,9 @@ def _clears(script: TrainingScript) -> list[ast.AST]:
 
 @TRAINING.rule(
     "zero-grad-missing",
-    finds="steps of an optimizer whose gradients are never cleared",
-    reason="backward() adds to the gradients that are there: each step is made by the sum over "
-    "all steps before.",
+    finds="optimizer steps without clearing the gradients",
+    reason="backward() adds to the existing gradients: each step uses the sum over all steps "
+    "before.",
     fix="call optimizer.zero_grad() before backward(), or after optimizer.step()",
 )
 def _never_cleared(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -58,8 +58,8 @@ def _never_cleared(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "zero-grad-in-micro-step",
-    finds="gradients that are cleared in each micro-step, while a step is made after several",
-    reason="Of the accumulated batch only its last part counts, without an error.",
+    finds="gradients cleared in each micro-step, with an optimizer step only after several",
+    reason="Only the last part of the accumulated batch counts, and no error is raised.",
     fix="clear them where the step is made: step(), then zero_grad(), under the same if",
 )
 def _cleared_too_often(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -27,11 +27,11 @@ def _collectives(script: TrainingScript) -> list[Called]:
 
 @TRAINING.rule(
     "rank0-barrier",
-    finds="a collective that only some ranks come to",
-    reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for"
-    " ranks that never come, until the timeout: by default 10 minutes with the backend `nccl`,"
-    " 30 with any other.",
-    fix="call it on all ranks: let only the work stand under the if",
+    finds="a collective that only some ranks enter",
+    reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for "
+    "ranks that never arrive, until the timeout: by default 10 minutes with the backend `nccl`, "
+    "30 with any other.",
+    fix="call it on all ranks: keep only the work under the if",
 )
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
     calls = _collectives(script)
@@ -58,8 +58,8 @@ def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
 @TRAINING.rule(
     "async-not-waited",
     finds="an asynchronous collective that nothing can wait for",
-    reason="With async_op=True the call returns before the ranks have exchanged: what reads the "
-    "tensor next gets old numbers or new ones, and what changes it disturbs the exchange.",
+    reason="With async_op=True the call returns before the exchange is complete: a read of the "
+    "tensor gets old numbers or new ones, and a write disturbs the exchange.",
     fix="keep the handle and wait before the tensor is used: work = …; work.wait()",
 )
 def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -71,9 +71,9 @@ def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "fixed-init-file",
-    finds="a file of a fixed name by which ranks meet",
-    reason="A run that fails leaves the file behind. The next run finds the ranks of the last one "
-    "in it, and hangs or fails.",
+    finds="a rendezvous file with a fixed name",
+    reason="A failed run leaves the file behind. The next run finds the previous ranks in it, and "
+    "hangs or fails.",
     fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
 )
 def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -88,9 +88,9 @@ def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "fixed-master-port",
-    finds="a fixed port by which ranks meet",
-    reason="Two runs on one node want the same port: the second one fails, or its ranks join the"
-    " first one.",
+    finds="a fixed rendezvous port",
+    reason="Two runs on one node use the same port: the second one fails, or its ranks join the "
+    "first one.",
     fix="start the script with torchrun, which chooses a port and tells it to the ranks",
 )
 def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -18,9 +18,10 @@ _NOT_TRAINING = re.compile(r"(?:^|_)(?:val|valid|validation|test|eval|evaluation
 
 @TRAINING.rule(
     "sampler-not-distributed",
-    finds="a loader that gives all ranks the same samples, or each rank samples of its own drawing",
-    reason="DistributedDataParallel divides no data. Without a sampler that knows the ranks, an "
-    "epoch makes each rank go through all of the data set: N ranks do the work N times.",
+    finds="a loader that gives every rank the same samples, or lets each rank draw samples "
+    "independently",
+    reason="DistributedDataParallel does not divide the data. Without a sampler that knows the "
+    "ranks, every rank goes through the whole data set in each epoch: N ranks do the work N times.",
     fix="give it sampler=DistributedSampler(dataset), and leave shuffle=True to the sampler",
 )
 def _not_distributed(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -45,9 +46,9 @@ def _not_distributed(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "set-epoch-missing",
-    finds="a DistributedSampler that is never told the epoch",
-    reason="It shuffles by seed and epoch. Without set_epoch every epoch has the same order on "
-    "every rank, and the same samples stay on the same rank.",
+    finds="a DistributedSampler without set_epoch",
+    reason="The sampler shuffles by seed and epoch. Without set_epoch every epoch has the same "
+    "order on every rank, and the same samples stay on the same rank.",
     fix="call sampler.set_epoch(epoch) at the beginning of each epoch",
 )
 def _no_epoch(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -64,9 +65,9 @@ def _no_epoch(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "sampler-before-group",
-    finds="a DistributedSampler that is made before the process group",
-    reason="It asks the default process group how many ranks there are: without one it raises an"
-    " error, in some versions a confusing one.",
+    finds="a DistributedSampler created before the process group",
+    reason="The sampler asks the default process group for the number of ranks: without a group "
+    "it raises an error, in some versions a confusing one.",
     fix="call init_process_group first, or give num_replicas and rank",
 )
 def _before_group(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -28,7 +28,7 @@ def _handed_over(script: TrainingScript) -> Iterator[tuple[Called, ast.expr]]:
 
 @TRAINING.rule(
     "spawned-loader",
-    finds="a DataLoader that is handed to processes",
+    finds="a DataLoader passed to child processes",
     reason="Each process gets a copy, with the data set and the one sampler in it: all ranks "
     "draw the same samples, and the data are sent through a pipe once per rank.",
     fix="make data set, sampler and loader in the process, after init_process_group",
@@ -42,10 +42,10 @@ def _loader(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "spawned-optimizer",
-    finds="an optimizer that is handed to processes",
-    reason="Handed over together with the model, its parameters stay in memory that all processes "
-    "share on a CPU: each step is made once per rank. Of a model that the process makes, it "
-    "knows nothing: step() changes what nobody computes with.",
+    finds="an optimizer passed to child processes",
+    reason="If you pass it with the model, its parameters stay in memory that all processes share "
+    "on a CPU: each step is made once per rank. If the process creates the model, the optimizer "
+    "does not know it: step() changes parameters that nothing uses.",
     fix="make model and optimizer in the process, the optimizer from the wrapped model's "
     "parameters",
 )
@@ -58,7 +58,7 @@ def _optimizer(script: TrainingScript) -> Iterator[Violation[int]]:
 
 @TRAINING.rule(
     "spawn-of-nothing",
-    finds="as many processes as there are GPUs, without a look whether there are any",
+    finds="one process per GPU, without a check for zero GPUs",
     reason="On a machine without GPUs the number is 0: nothing is started, nothing is trained, "
     "and the script ends with status 0.",
     fix="end with an error if it is 0, or train on the CPU: max(1, torch.cuda.device_count())",

@@ -9,9 +9,9 @@ from toolkit.lint.training.script import TrainingScript, constant
 
 @TRAINING.rule(
     "stop-kills-workers",
-    finds="a loader whose workers die of the signal at which the script saves",
-    reason="torchrun and Slurm send SIGTERM to every process of a rank. The workers of a "
-    "DataLoader die of it, torch raises an error in the rank, and the checkpoint is never written. "
+    finds="DataLoader workers killed by the signal on which the script saves",
+    reason="torchrun and Slurm send SIGTERM to every process of a rank. The signal kills the "
+    "DataLoader workers, torch raises an error in the rank, and the checkpoint is never written. "
     "The toolkit's own launchers prevent that (`stop.protect_children`).",
     fix="give the loader a worker_init_fn that calls signal.signal(signal.SIGTERM, signal.SIG_IGN)",
 )
