@@ -5,7 +5,8 @@ with the whole batch. The plain model works on some samples, then on each of two
 outputs of the parts must be those of the whole, and their losses must add up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..data.order import Batch
 from ..model.trees import mapped, tensors_of
 from ..parallel.base import summed_loss
 from ..tasks.base import Task, item_count
-from .decisions import Decision, by_the_batch, decisions_of
+from .control_flow import Read, by_the_batch, reads
 
 BATCH_NORM, LAYER, LOSS = ACCEPTED
 MEAN = "mean"
@@ -96,12 +97,19 @@ class _Pass:
     loss: Tensor
     outputs: list[Tensor]
     calls: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]]
-    decisions: list[Decision]
+    reads: list[Read]
+    reads_of_loss: list[Read]
     count: int
     size: int
 
 
-def _run(task: Task, model: nn.Module, batch: Batch) -> _Pass:
+def _run(
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    answers: Mapping[int, Any] | None = None,
+    answers_of_loss: Mapping[int, Any] | None = None,
+) -> _Pass:
     calls: list[tuple[str, nn.Module, list[Tensor], list[Tensor]]] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -114,15 +122,17 @@ def _run(task: Task, model: nn.Module, batch: Batch) -> _Pass:
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in names]
     before = Snapshot(model)
     try:
-        with decisions_of(model) as decisions:
+        with reads(model, answers) as of_model:
             outputs = model(batch.inputs)
-        loss = summed_loss(task, outputs, batch.targets)
+        with reads(model, answers_of_loss) as of_loss:
+            loss = summed_loss(task, outputs, batch.targets)
         kept = mapped(lambda t: t.detach() if isinstance(t, Tensor) else t, outputs)
         return _Pass(
             loss=loss.detach().double(),
             outputs=tensors_of(kept),
             calls=calls,
-            decisions=decisions,
+            reads=of_model,
+            reads_of_loss=of_loss,
             count=item_count(task, batch.targets),
             size=len(batch),
         )
@@ -152,13 +162,8 @@ def _apart(
         layer = _mixing_layer(whole, parts, pairs)
         text = f"{layer} gives other outputs for a sample with other samples beside it"
         return [Mixture(kind=LAYER, text=text)]
-    if decision := by_the_batch(whole.decisions, parts[0].decisions):
-        name, number = decision
-        text = (
-            f"the forward() of {f'module {name!r}' if name else 'the model'} decides by a number "
-            f"of its whole batch ({number:.3g} here), as `if hidden.sum() > 0` does: a part of the "
-            "batch may decide otherwise"
-        )
+    asked = _Asked(task, model, samples, whole, tolerance)
+    if text := asked.decided_by_model(parts[0]):
         return [Mixture(kind=LAYER, text=text)]
     total = parts[0].loss + parts[1].loss
     scale = max(one.loss.abs().item() for one in (whole, *parts))
@@ -168,7 +173,8 @@ def _apart(
         return not bool((a - b).abs() > 10 * tolerance * max(scale, 1e-6) * times)
 
     if near(whole.loss, total):
-        return []
+        text = asked.decided_by_loss(parts[0])
+        return [Mixture(kind=LOSS, text=text)] if text else []
     numbers = (
         f"loss() gave {whole.loss.item():.6g} for {size} samples, and {parts[0].loss.item():.6g} "
         f"and {parts[1].loss.item():.6g} for {cut} and {size - cut} of them"
@@ -182,6 +188,74 @@ def _apart(
             text = f"{numbers}: the mean over the {what}, not the sum"
             return [Mixture(kind=MEAN, text=text)]
     return [Mixture(kind=LOSS, text=f"{numbers}, which do not add up")]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Asks whether the numbers of its batch that Python reads in a pass decide about its result."""
+
+    task: Task
+    model: nn.Module
+    samples: Batch
+    whole: _Pass
+    tolerance: float
+
+    def decided_by_model(self, part: _Pass) -> str:
+        """Say which line of a forward() decides by its batch; '' if none does."""
+        whole = self.whole
+        for place in by_the_batch(whole.reads, part.reads):
+            read = whole.reads[place]
+            for answer in read.answers:
+                # What fails then, as an assertion does, trains nothing else.
+                with suppress(Exception):
+                    other = _run(self.task, self.model, self.samples, {place: answer})
+                    if not self._same(whole.outputs, other.outputs):
+                        name = f"module {read.module!r}" if read.module else "the model"
+                        return self._text(f"the forward() of {name}", read)
+        return self._decided_for_one() if whole.reads else ""
+
+    def _decided_for_one(self) -> str:
+        """Say whether a sample alone has other outputs: larger parts may all answer alike."""
+        alone: list[_Pass] = []
+        # Some models take no batch of one.
+        with suppress(Exception):
+            for number in range(len(self.samples)):
+                sample = self.samples.part(number, number + 1)
+                alone.append(_run(self.task, self.model, sample))
+        pairs = _Pairs(self.whole, alone, self.tolerance)
+        whole = len(alone) == len(self.samples)
+        if not whole or not pairs.differ(self.whole.outputs, [one.outputs for one in alone]):
+            return ""
+        layer = _mixing_layer(self.whole, alone, pairs)
+        return f"{layer} gives other outputs for a sample with other samples beside it"
+
+    def decided_by_loss(self, part: _Pass) -> str:
+        """Say which line of loss() decides by its batch; '' if none does."""
+        whole = self.whole
+        for place in by_the_batch(whole.reads_of_loss, part.reads_of_loss):
+            read = whole.reads_of_loss[place]
+            for answer in read.answers:
+                with suppress(Exception):
+                    other = _run(self.task, self.model, self.samples, None, {place: answer})
+                    if not self._same([whole.loss], [other.loss]):
+                        return self._text("loss()", read)
+        return ""
+
+    def _same(self, ours: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        return len(ours) == len(others) and all(
+            one.shape == other.shape
+            and not bool(((one - other).abs() > self.tolerance * _largest(one)).any())
+            for one, other in zip(ours, others, strict=True)
+            if one.is_floating_point() or one.is_complex()
+        )
+
+    @staticmethod
+    def _text(where: str, read: Read) -> str:
+        value = f"{read.value:.3g}" if isinstance(read.value, float) else str(read.value)
+        return (
+            f"{where} decides by its whole batch ({read.line}, where Python reads {value}), as "
+            "`if hidden.sum() > 0` does: a part of the batch may decide otherwise"
+        )
 
 
 @dataclass(frozen=True)
@@ -217,9 +291,12 @@ class _Pairs:
             if any(_beside(part, dim) != _beside(whole, dim) for part in parts):
                 continue
             apart = (whole - torch.cat(list(parts), dim)).abs()
-            largest = whole.abs().max().item() if whole.numel() else 0.0
-            return bool((apart > self.tolerance * max(largest, 1e-30)).any())
+            return bool((apart > self.tolerance * _largest(whole)).any())
         return False
+
+
+def _largest(tensor: Tensor) -> float:
+    return max(tensor.abs().max().item() if tensor.numel() else 0.0, 1e-30)
 
 
 def _beside(tensor: Tensor, dim: int) -> list[int]:

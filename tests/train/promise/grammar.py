@@ -152,6 +152,31 @@ FEATURES: dict[str, Feature] = {
         forward="one = hidden.detach().sum() > 0.1\n"
         "hidden = hidden + (self.one if one else self.other)(hidden)",
     ),
+    "branch on a number": Feature(
+        init="self.small, self.large = nn.Linear(W, W), nn.Linear(W, W)",
+        forward="large = float(hidden.detach().abs().mean()) * 2 > 1.7\n"
+        "hidden = hidden + (self.large if large else self.small)(hidden)",
+    ),
+    "branch on any": Feature(
+        init="self.tame, self.wild = nn.Linear(W, W), nn.Linear(W, W)",
+        forward="wild = (hidden.detach() > 2.5).any()\n"
+        "hidden = hidden + (self.wild if wild else self.tame)(hidden)",
+    ),
+    "guard": Feature(
+        forward="assert hidden.isfinite().all()\nif hidden.isnan().any():\n"
+        "    hidden = hidden.nan_to_num()",
+    ),
+    "experts that may rest": Feature(
+        init="self.choice = nn.Linear(W, 3)\n"
+        "self.workers = nn.ModuleList(nn.Linear(W, W) for _ in range(3))",
+        forward="shares = self.choice(hidden).softmax(-1)\nchosen = shares.argmax(-1)\n"
+        "done = torch.zeros_like(hidden)\nfor number, worker in enumerate(self.workers):\n"
+        "    mine = chosen == number\n"
+        "    if mine.any():\n"
+        "        done[mine] = worker(hidden[mine]) * shares[mine][:, [number]]\n"
+        "hidden = hidden + done",
+        flat=True,
+    ),
     "branch by turns": Feature(
         init="self.first, self.second, self.turns = nn.Linear(W, W), nn.Linear(W, W), 0",
         forward="if self.training:\n    self.turns += 1\n"
@@ -381,6 +406,11 @@ LOSSES: dict[str, tuple[str, str]] = {
         "",
         "(outputs - targets).square().sum() + len(targets) * sum(p.abs().square().sum() "
         "for p in self.net.parameters())",
+    ),
+    "decides": (
+        "",
+        "(lambda loss: loss if loss.item() < 30 else loss * 0.5)"
+        "((outputs - targets).square().sum())",
     ),
     "contrastive": ("", "-(outputs @ targets.mT).log_softmax(-1).diagonal().sum()"),
 }

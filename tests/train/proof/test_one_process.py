@@ -33,7 +33,7 @@ def verdict_of(task: Task, **chosen: object) -> Verdict:
 RIGHT = (
     proved.Plain, proved.Dropped, proved.Tied, proved.Recurrent, proved.Experts, proved.Meant,
     proved.Parametrized, proved.Moving, proved.Single, proved.MeantByToken, proved.Normalised,
-    proved.Half, proved.Attentive, proved.Careful,
+    proved.Half, proved.Attentive,
 )  # fmt: skip
 
 
@@ -56,9 +56,6 @@ MIXING: dict[type[Task], str] = {
     r"samples beside it; .*--accept layer-mixes-samples",
     proved.CentredByHand: r".*and the forward\(\) of the model, before 'net.0', gives other .*",
     proved.Capped: r".*and layer '1' \(Cap\) gives other outputs for a sample with .*",
-    proved.Deciding: r".*and the forward\(\) of module '1' decides by a number of its whole batch "
-    r"\(\S+ here\), as `if hidden.sum\(\) > 0` does: a part of the batch may decide otherwise; .*",
-    proved.DecidingByItem: r".*and the forward\(\) of module '1' decides by a number of its .*",
     proved.Normed: r".*and layer '1' \(BatchNorm1d\) normalises over the samples of one pass; use "
     r"--sync-batch-norm without micro-batches, .* --accept batch-norm",
 }
