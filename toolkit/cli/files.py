@@ -268,7 +268,7 @@ def supervisor(file: Path, unpack: Path | None) -> None:
         for name, source in carried.sources.items():
             path = unpack / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source)
+            path.write_text(source, encoding="utf-8")
     whose = "that of this version" if carried.is_ours else "not that of this version"
     say(f"sha256 {carried.sha256}: {len(carried.sources)} files, {whose} of the toolkit")
     if not carried.is_ours:

@@ -1,14 +1,16 @@
 """The supervisor as one file that scripts and manifests carry: a zip archive that Python executes.
 
 The archive holds the modules of `toolkit/supervisor` that a place needs, without comments and
-docstrings, line by line as they are otherwise: tracebacks name the lines of the sources. The same
-sources give the same bytes.
+docstrings, line by line as they are otherwise: tracebacks name the lines of the sources. All but
+its `__main__.py` are one table, compressed as a whole. The same sources give the same bytes.
 """
 
 import base64
+import bz2
 import functools
 import hashlib
 import io
+import json
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +22,16 @@ from toolkit.errors import InputError
 FILE = "supervisor.pyz"
 """Its name where it is mounted or unpacked."""
 
+MAIN, TABLE = "__main__.py", "sources.json.bz2"
+"""What it holds: the program that Python starts, `toolkit/supervisor/packed.py`, and all others."""
+
 MOST_BYTES = 4 << 20
 """Of a script or manifest that is read, and of the sources in it."""
 
 _CARRIED = re.compile(r"^(?P<before>.*?)(?P<base64>UEsD[A-Za-z0-9+/]{1000,}={0,2})$", re.MULTILINE)
 """A zip archive in base64, which ends a line."""
+
+_OURS = re.compile(r"supervisor(/[a-z_]+)+\.(py|sh)")
 
 _IMPORT = re.compile(r"^ *from (\.+)([\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMMENT = re.compile(r'(?:^ *|  )#[^"\n]*$', re.MULTILINE)
@@ -32,15 +39,6 @@ _DOCSTRING = re.compile(
     r'^(?P<indent> *)"""(?:[^"]|"(?!""))*"""$(?=(?P<more>\n+(?P=indent)(?=\S))?)', re.MULTILINE
 )
 """In sources that ruff has formatted; a test compares what is left with Python's own parser."""
-
-_MAIN = """\
-import sys
-
-from supervisor.__main__ import main
-
-sys.exit(main())
-"""
-
 
 ROLES = {"slurm": ("batch", "node"), "kubernetes": ("pod",), "local": ("local",)}
 """The roles that the supervisor has at each kind of site."""
@@ -75,7 +73,7 @@ class Carried(NamedTuple):
     """The supervisor that a script or manifest carries."""
 
     sha256: str
-    sources: Mapping[str, bytes]
+    sources: Mapping[str, str]
     """By path in the archive."""
 
     is_ours: bool
@@ -100,13 +98,15 @@ def archive(kind: str) -> bytes:
             wanted.add(path)
             unread += _imported(path)
     sources = {f"supervisor/{path.relative_to(folder)}": _bare(path) for path in sorted(wanted)}
+    table = bz2.compress(json.dumps(sources, ensure_ascii=False).encode())
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
-        for name, source in {"__main__.py": _MAIN.encode(), **sources}.items():
-            # Always the same date and rights, so that only the sources decide.
+    with zipfile.ZipFile(packed, "w") as file:
+        for name, content in {MAIN: _bare(folder / "packed.py").encode(), TABLE: table}.items():
+            # Always the same date and rights, so that only the sources decide; and stored as they
+            # are: the zlib of some distributions compresses to other bytes.
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-            file.writestr(entry, source)
+            entry.external_attr = 0o644 << 16
+            file.writestr(entry, content)
     return packed.getvalue()
 
 
@@ -120,12 +120,12 @@ def _imported(path: Path) -> Iterator[Path]:
         yield from filter(Path.is_file, files)
 
 
-def _bare(path: Path) -> bytes:
+def _bare(path: Path) -> str:
     """Return a source without comments and docstrings, and with the same number of lines."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         source = _COMMENT.sub("", _DOCSTRING.sub(_without, source))
-    return source.encode()
+    return source
 
 
 def _without(docstring: "re.Match[str]") -> str:
@@ -149,7 +149,7 @@ def plain(text: str) -> str:
     sources = ""
     for found in _CARRIED.finditer(text):
         for name, source in _sources(base64.b64decode(found["base64"])).items():
-            lines = [f"==== {name}", *source.decode().splitlines()]
+            lines = [f"==== {name}", *source.splitlines()]
             sources += "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return _CARRIED.sub(_comment("the sources are below"), text) + sources
 
@@ -164,16 +164,29 @@ def _comment(what: str) -> Callable[["re.Match[str]"], str]:
     return comment
 
 
-def _sources(content: bytes) -> dict[str, bytes]:
-    """Return the files in an archive, by name.
+def _sources(content: bytes) -> dict[str, str]:
+    """Return the sources in an archive, by path.
 
     Raises:
-        ValueError: it is too large.
+        ValueError: it is none of ours, or too large.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as file:
+        names = file.namelist()
+        if names != [MAIN, TABLE]:
+            raise ValueError(f"it is none of ours: it holds {', '.join(map(repr, names))[:100]}")
         if sum(entry.file_size for entry in file.infolist()) > MOST_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
-        return {entry.filename: file.read(entry) for entry in file.infolist()}
+        main, packed = map(file.read, names)
+    unpacking = bz2.BZ2Decompressor()
+    text = unpacking.decompress(packed, MOST_BYTES)
+    if not unpacking.eof:
+        raise ValueError(f"it is cut short, or unpacks to more than {MOST_BYTES:,} bytes")
+    table = json.loads(text)
+    if not isinstance(table, dict) or not all(isinstance(one, str) for one in table.values()):
+        raise ValueError("its table holds no sources")
+    if strange := [name for name in table if not _OURS.fullmatch(name)]:
+        raise ValueError(f"it is none of ours: it holds {strange[0]!r}")
+    return {MAIN: main.decode(), **table}
 
 
 def carried_supervisor(path: Path) -> Carried:
@@ -195,10 +208,6 @@ def carried_supervisor(path: Path) -> Carried:
     try:
         content = base64.b64decode(found["base64"], validate=True)
         sources = _sources(content)
-    except (ValueError, zipfile.BadZipFile, RuntimeError, EOFError) as error:
+    except (ValueError, zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
         raise InputError(f"{path}: the archive cannot be read: {error}") from None
-    if strange := [
-        name for name in sources if not re.fullmatch(r"[a-z_]+(/[a-z_]+)*\.(py|sh)", name)
-    ]:
-        raise InputError(f"{path}: the archive is none of ours: it holds {strange[0]!r}")
     return Carried(hashlib.sha256(content).hexdigest(), sources, content in map(archive, ROLES))

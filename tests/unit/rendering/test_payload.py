@@ -2,15 +2,20 @@
 
 import ast
 import base64
+import bz2
+import importlib
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tokenize
+import traceback
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +23,7 @@ import toolkit
 from tests.conftest import ROOT
 from tests.support.rendered import manifest
 from toolkit.rendering import payload
+from toolkit.supervisor import packed
 
 CARRIED = manifest({}, {"supervisor": "carried"}, "Job")
 
@@ -56,18 +62,60 @@ def test_it_runs_alone(kind: str, role: str, tmp_path: Path) -> None:
     program = tmp_path / payload.FILE
     program.write_bytes(payload.archive(kind))
     program.chmod(0o444)
-    code = f"import supervisor.__main__, supervisor.{role}, supervisor.watchdog_files"
-    for argv in (["-c", f"import sys; sys.path[:0] = [{str(program)!r}]; {code}"], [str(program)]):
-        words = [sys.executable, "-ISs", *argv]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
-        assert done.returncode == (0 if argv[0] == "-c" else 2), done.stderr
-    assert "usage: supervisor" in done.stderr
+    words = [sys.executable, "-ISs", str(program), role]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
+    assert (done.returncode, f"usage: supervisor {role}" in done.stderr) == (2, True), done.stderr
+    table = {name: text for name, text in sources(kind).items() if name != payload.MAIN}
+    importer: Any = packed.Sources(str(program), table)
+    loaded = {name for name in table if name.endswith(".py")}
+    assert {f"supervisor/{role}.py", "supervisor/watchdog_files.py"} <= loaded
+    for path in loaded:
+        name = path[:-3].replace("/", ".").replace(".__init__", "")
+        assert importer.find_spec(name).origin == str(program / path)
+    assert importer.find_spec("supervisor.other") is None
+    with pytest.raises(OSError, match=r"other\.py is not in the archive"):
+        importer.get_data(str(program / "other.py"))
+
+
+def test_a_traceback_shows_the_lines_of_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = {"carried/__init__.py": "", "carried/fails.py": "def fail():\n    return [][1]\n"}
+    monkeypatch.setattr(sys, "meta_path", [packed.Sources("/x.pyz", text), *sys.meta_path])
+    with pytest.raises(IndexError) as raised:
+        importlib.import_module("carried.fails").fail()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert 'File "/x.pyz/carried/fails.py", line 2, in fail\n    return [][1]\n' in shown
+    monkeypatch.delitem(sys.modules, "carried.fails")
+    monkeypatch.delitem(sys.modules, "carried")
+
+
+def test_a_python_without_bz2_is_named(tmp_path: Path) -> None:
+    program = tmp_path / payload.FILE
+    program.write_bytes(payload.archive("local"))
+    code = (
+        f"import runpy, sys; sys.modules['bz2'] = None; "
+        f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 1
+    assert done.stderr.startswith("supervisor: this host's python3 was built without")
 
 
 def test_the_program_that_keeps_local_runs_is_not_carried() -> None:
     for kind in payload.ROLES:
-        with zipfile.ZipFile(io.BytesIO(payload.archive(kind))) as archive:
-            assert "supervisor/keeper.py" not in archive.namelist()
+        assert "supervisor/keeper.py" not in sources(kind)
+
+
+def sources(kind: str) -> dict[str, str]:
+    """Unpack an archive as anybody would, without the toolkit."""
+    with zipfile.ZipFile(io.BytesIO(payload.archive(kind))) as archive:
+        main, table = (archive.read(name) for name in archive.namelist())
+    return {payload.MAIN: main.decode(), **json.loads(bz2.decompress(table))}
+
+
+@pytest.mark.parametrize(("kind", "most"), [("slurm", 70), ("kubernetes", 60), ("local", 60)])
+def test_a_script_carries_some_kilobytes(kind: str, most: int) -> None:
+    assert len(payload.PAYLOADS[kind].base64) <= most * 1000
 
 
 def statements(source: str) -> str:
@@ -87,20 +135,19 @@ def statements(source: str) -> str:
 
 def test_its_sources_are_those_of_the_repository_without_comments() -> None:
     """Line by line, so that tracebacks name the lines of the repository."""
-    with zipfile.ZipFile(io.BytesIO(payload.archive("slurm"))) as archive:
-        for name in archive.namelist():
-            if name.startswith("supervisor/") and name.endswith(".py"):
-                bare = archive.read(name).decode()
-                source = (ROOT / "toolkit" / name).read_text()
-                assert statements(bare) == statements(source), name
-                for before, after in zip(source.splitlines(), bare.splitlines(), strict=True):
-                    assert before.startswith(after) or after.strip() == "pass", name
-                comments = [
-                    t
-                    for t in tokenize.generate_tokens(io.StringIO(bare).readline)
-                    if t.type == tokenize.COMMENT
-                ]
-                assert (ast.get_docstring(ast.parse(bare)), comments) == (None, []), name
+    for name, bare in sources("slurm").items():
+        if name.endswith(".py"):
+            own = "supervisor/packed.py" if name == payload.MAIN else name
+            source = (ROOT / "toolkit" / own).read_text()
+            assert statements(bare) == statements(source), name
+            for before, after in zip(source.splitlines(), bare.splitlines(), strict=True):
+                assert before.startswith(after) or after.strip() == "pass", name
+            comments = [
+                t
+                for t in tokenize.generate_tokens(io.StringIO(bare).readline)
+                if t.type == tokenize.COMMENT
+            ]
+            assert (ast.get_docstring(ast.parse(bare)), comments) == (None, []), name
 
 
 def test_its_sources_can_be_read_and_compared(rendered: Path, tmp_path: Path) -> None:
@@ -110,28 +157,41 @@ def test_its_sources_can_be_read_and_compared(rendered: Path, tmp_path: Path) ->
     assert {"__main__.py", "pod.py", "policy.py"} <= unpacked
     assert not {"batch.py", "local.py"} & unpacked, "what pods do not need"
     assert "that of this version" in done.stdout
-    packed = base64.b64decode(re.search(r"supervisor.pyz: (\S+)", CARRIED)[1])  # type: ignore[index]
-    changed = tmp_path / "changed.pyz"
-    changed.write_bytes(packed)
-    with zipfile.ZipFile(changed, "a") as archive:
-        archive.writestr("supervisor/added.py", "")
-    other = base64.b64encode(changed.read_bytes()).decode()
-    rendered.write_text(CARRIED.replace(base64.b64encode(packed).decode(), other))
+    ours = re.search(r"supervisor.pyz: (\S+)", CARRIED)[1]  # type: ignore[index]
+    table = {name: text for name, text in sources("kubernetes").items() if name != payload.MAIN}
+    other = archive_of({**table, "supervisor/added.py": ""})
+    rendered.write_text(CARRIED.replace(ours, base64.b64encode(other).decode()))
     done = cli("supervisor", rendered)
     assert (done.returncode, "not that of this version" in done.stdout) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("../escaped.py", "none of ours"), ("/etc/x.py", "none of ours"), (None, "carries no")],
-)
-def test_what_is_not_ours_is_refused(name: str | None, said: str, tmp_path: Path) -> None:
-    text = "kind: Job\n"
-    if name:
-        path = tmp_path / "strange.zip"
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(name, os.urandom(2000))
-        text += f"x: {base64.b64encode(path.read_bytes()).decode()}\n"
+def archive_of(table: Any, *, cut: int | None = None, more: str = "") -> bytes:
+    """Make an archive as ours are, or one that is not quite."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(payload.MAIN, "#" * 1000)
+        archive.writestr(payload.TABLE, bz2.compress(json.dumps(table).encode())[:cut])
+        if more:
+            archive.writestr(more, "")
+    return content.getvalue()
+
+
+STRANGE = {
+    "none of ours: it holds '../escaped.py'": archive_of({"../escaped.py": ""}),
+    "none of ours: it holds '/etc/x.py'": archive_of({"/etc/x.py": ""}),
+    "none of ours: it holds 'supervisor/a.pyc'": archive_of({"supervisor/a.pyc": ""}),
+    "none of ours: it holds '__main__.py', '.*', 'x.py'": archive_of({}, more="x.py"),
+    "its table holds no sources": archive_of(["supervisor/a.py"]),
+    "its table holds no source.": archive_of({"supervisor/a.py": 1}),
+    "it is cut short, or unpacks": archive_of({"supervisor/a.py": ""}, cut=-10),
+    "unpacks to more than 4,194,304 bytes": archive_of({"supervisor/a.py": "0" * (5 << 20)}),
+    "carries no supervisor": b"",
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_what_is_not_ours_is_refused(said: str, tmp_path: Path) -> None:
+    text = f"kind: Job\nx: {base64.b64encode(STRANGE[said]).decode()}\n"
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(toolkit.InputError, match=said):
         toolkit.carried_supervisor(tmp_path / "t.yaml")
@@ -140,7 +200,8 @@ def test_what_is_not_ours_is_refused(name: str | None, said: str, tmp_path: Path
 def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("supervisor/a.py", b"\0" * (payload.MOST_BYTES + 1))
+        archive.writestr(payload.MAIN, b"\0" * (payload.MOST_BYTES + 1))
+        archive.writestr(payload.TABLE, b"")
     (tmp_path / "t.yaml").write_text(f"x: {base64.b64encode(path.read_bytes()).decode()}\n")
     with pytest.raises(toolkit.InputError, match="unpacks to more than"):
         toolkit.carried_supervisor(tmp_path / "t.yaml")

@@ -1,0 +1,73 @@
+"""`__main__.py` of the archive that scripts and manifests carry: imports the package from a table.
+
+The table of sources is compressed as a whole. Files of a zip archive are compressed one by one, and
+would take half as much again.
+"""
+
+import json
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Dict, Optional
+
+try:
+    import bz2
+except ImportError:
+    sys.exit("supervisor: this host's python3 was built without the module bz2: use another one")
+
+TABLE = "sources.json.bz2"
+"""JSON: the text of each source by its path."""
+
+
+class Sources:
+    """Imports modules whose sources are in a table, by path below a folder.
+
+    `importlib.abc` has base classes for this, whose import would take longer than all else here.
+    """
+
+    def __init__(self, folder: str, table: Dict[str, str]) -> None:
+        self._folder, self._table = folder, table
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        """Return how a module of the table is imported; None: it is not in there."""
+        stem = name.replace(".", "/")
+        for file in (stem + "/__init__.py", stem + ".py"):
+            if file in self._table:
+                origin = os.path.join(self._folder, file)
+                is_package = file.endswith("/__init__.py")
+                spec = ModuleSpec(name, self, origin=origin, is_package=is_package)  # type: ignore[arg-type]  # no base class
+                spec.has_location = True  # as `__file__`, which tracebacks show
+                return spec
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have Python make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the source of a module."""
+        assert module.__file__ is not None
+        exec(compile(self.get_source(module.__name__), module.__file__, "exec"), vars(module))
+
+    def get_source(self, name: str) -> str:
+        """Return the source of a module, of which tracebacks show lines."""
+        spec = self.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ImportError(name)
+        return self.get_data(spec.origin).decode()
+
+    def get_data(self, path: str) -> bytes:
+        """Return a source, also of what is no module."""
+        try:
+            return self._table[os.path.relpath(path, self._folder)].encode()
+        except KeyError:
+            raise OSError(path + " is not in the archive") from None
+
+
+if __name__ == "__main__":
+    content = __loader__.get_data(os.path.join(sys.path[0], TABLE))  # type: ignore[name-defined]
+    table = json.loads(bz2.decompress(content).decode())
+    sys.meta_path.insert(0, Sources(sys.path[0], table))
+    from supervisor.__main__ import main  # type: ignore[import-not-found]
+
+    sys.exit(main())
