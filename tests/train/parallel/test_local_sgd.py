@@ -18,10 +18,12 @@ from train.data.order import SampleOrder, share_of
 from train.loop import Trainer
 from train.parallel.layout import Layout
 from train.proof.draws import double_precision
-from train.runtime.process_group import RankGroup
+from train.proof.trial import config_of_one_process
+from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
 
+RESTING = f"{Path(__file__).parents[1] / 'support/proved.py'}:Resting"
 PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
 RANKS = 3
 CLOSE = 1e-12
@@ -208,3 +210,47 @@ def test_ranks_agree_when_settled_and_only_then(
     for name in RUNS:
         ends = [rank[name][0] for rank in ranks]
         assert max(difference(ends[0], end) for end in ends) == 0.0
+
+
+def with_resting_experts(rank: int) -> dict[str, tuple[End, End, bool]]:
+    """Train with experts; give the last state, that of one process, and whether experts rested."""
+    rank_info = RankInfo(
+        rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, launched=True
+    )
+    group = RankGroup(rank_info=rank_info, device=torch.device("cpu"))
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, chosen in {
+        "sgd": {**SGD, "local_steps": 1},
+        "sgd, rarely": {**SGD, "local_steps": 3},
+        "adamw, rarely": {**ADAMW, "local_steps": 3},
+    }.items():
+        config = config_of(**{**chosen, "task": RESTING, "global_batch": 6, "weight_decay": 0.1})
+        alone = Alone(rank_info=RankInfo(), device=group.device)
+        ends, rested = [], False
+        for one, layout, ranks in (
+            (config, Layout(dp_replicate=RANKS), group),
+            (config_of_one_process(config), Layout(), alone),
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = trainer_of(one, layout, ranks, Path(folder))
+                for _ in range(6):
+                    trainer.train_step()
+                    # Averaging has given them a state by then.
+                    states = group.gather(sorted(trainer.optimizer.tensors()))
+                    rested |= any(state != states[0] for state in states)
+                ends.append(end_of(trainer))
+        found[name] = (ends[0], ends[1], rested)
+    return found
+
+
+def test_an_expert_that_no_sample_of_a_rank_reaches_is_averaged_with_the_others() -> None:
+    ranks = on_ranks(RANKS, with_resting_experts)
+    for name in ranks[0]:
+        ends = [rank[name][0] for rank in ranks]
+        assert max(difference(ends[0], end) for end in ends) == 0.0, name
+    assert ranks[0]["adamw, rarely"][2], "a rank had no state of an expert"
+    mine, one, _ = ranks[0]["sgd"]
+    assert difference(mine, one) <= CLOSE
+    steps = {v.item() for key, v in ranks[0]["adamw, rarely"][0].items() if key.endswith("/step")}
+    assert max(steps) == 6.0

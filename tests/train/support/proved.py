@@ -475,3 +475,23 @@ class Part:
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         place = 2 * number + self._rank
         return self._all.inputs[place], self._all.targets[place]
+
+
+class Resting(Plain):
+    """Its model has experts, of which a rank's few samples reach some, in other steps others."""
+
+    def between(self) -> nn.Module:
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+            def forward(self, hidden: Tensor) -> Tensor:
+                chosen = hidden[:, :6].argmax(-1)
+                out = torch.zeros_like(hidden)
+                for number, expert in enumerate(self.experts):
+                    if (chosen == number).any():
+                        out[chosen == number] = expert(hidden[chosen == number])
+                return out
+
+        return Experts()
