@@ -45,6 +45,9 @@ _WORKERS = (
 _GPUS = (
     "set resources.gpus_per_node, and gpus_flag in the profile for the option that requests them"
 )
+_MEMORY = (
+    "set resources.memory, per node, and memory_flag in the profile for the option that requests it"
+)
 _LOG = "the log belongs to the run directory, and continues after a requeue"
 _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
 _ENVIRONMENT = "the script needs the environment it is submitted in; use 'env' and 'secrets'"
@@ -62,7 +65,7 @@ DECIDED = {
     **dict.fromkeys(("help", "parsable", "quiet", "usage", "verbose", "version", "wait"), _WAITS),
     "input": "a training program reads no standard input; name the file in 'args'",
     "job-name": "set the key 'name'",
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "set resources.memory"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
     "nodes": "set resources.nnodes",
     **dict.fromkeys(("ntasks", "ntasks-per-core", "ntasks-per-gpu"), _WORKERS),
     **dict.fromkeys(("ntasks-per-node", "ntasks-per-socket"), _WORKERS),

@@ -193,13 +193,15 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
         gpu_option = ("gres", f"gpu:{gpus}" + (f",{other}" if other else ""))
     else:
         gpu_option = (profile.gpus_flag, gpus)
+    shares = need.cpus if profile.memory_flag == "mem-per-cpu" else 1
+    memory = slurm_megabytes(-(-need.memory_bytes // shares)) if need.memory_bytes else None
     sbatch: list[tuple[str, str | None]] = [
         ("job-name", job.name),
         # Slurm gives the fewest nodes of a range where --ntasks-per-node is given.
         ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
         ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
         ("cpus-per-task", str(need.cpus)),
-        ("mem", slurm_megabytes(need.memory_bytes) if need.memory_bytes else None),
+        (profile.memory_flag, memory),
         *([gpu_option] if need.gpus_per_node else []),
         ("time", slurm_time(job.time_limit_s) if job.time_limit_s else None),
         *((name, value or "") for name, value in chosen.items()),

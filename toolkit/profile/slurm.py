@@ -63,6 +63,10 @@ class SlurmProfile(SiteProfile):
     knows only that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
     CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node."""
 
+    memory_flag: Literal["mem", "mem-per-cpu"] = "mem"
+    """The option that requests memory: use `mem-per-cpu` if the site's submit filter refuses
+    `--mem`. The job's memory per node is then divided by its CPUs, and rounded up."""
+
     switches: Switches | None = None
     """How close to each other the nodes must be, since gradients cross every switch in between."""
 

@@ -77,6 +77,26 @@ def test_facts_of_a_site_have_keys_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("site", "resources", "expected"),
+    [
+        ({}, {"memory": "10GiB", "cpus_per_node": 4}, {"mem": "10240M"}),
+        ({"memory_flag": "mem-per-cpu"}, {"memory": "10GiB", "cpus_per_node": 4},
+         {"mem-per-cpu": "2560M"}),
+        ({"memory_flag": "mem-per-cpu"}, {"memory": "1GiB", "cpus_per_node": 3},
+         {"mem-per-cpu": "342M"}),  # never less than was asked for
+        ({"memory_flag": "mem-per-cpu"}, {"memory": "1GiB", "nproc_per_node": 2},
+         {"mem-per-cpu": "512M"}),
+        ({"memory_flag": "mem-per-cpu"}, {"cpus_per_node": 3}, {}),
+    ],
+)  # fmt: skip
+def test_memory_is_asked_for_as_the_site_wants(
+    site: dict[str, Any], resources: dict[str, Any], expected: dict[str, str]
+) -> None:
+    found = options(job(resources=resources), **site)
+    assert {k: v for k, v in found.items() if k.startswith("mem")} == expected
+
+
+@pytest.mark.parametrize(
     ("site", "expected"),
     [
         ({}, {"gpus-per-node": "4"}),
