@@ -21,6 +21,7 @@ from .evidence.files import last_lines, read
 from .evidence.outcome import read_outcome
 from .evidence.restarts import after_restarts
 from .evidence.torchrun_report import has_exitcode, read_reports, report_lines
+from .own_folder import OwnFolder, short_tmpdir
 from .policy import NO_PROGRESS_STATUS, Verdict, count, decide, judge
 from .process import Children, Signals, parent_lives
 from .supervised import Policy, Supervised, lacks
@@ -62,10 +63,11 @@ def main(options: Options) -> int:
     except Refused as refused:
         print(f"{options.policy.job}: {refused}", file=sys.stderr)
         return 1
-    status = 1
+    status, own = 1, LocalAttempt(options, attempt, signals, parent)
     try:
-        status = LocalAttempt(options, attempt, signals, parent).run()
+        status = own.run()
     finally:
+        own.close()
         attempt.write("exit_status", str(status))
     return options.again if options.again and _starts_again(attempt.logs) else status
 
@@ -87,6 +89,7 @@ class LocalAttempt(Supervised):
         super().__init__(options.policy, attempt)
         self.options, self.signals, self.parent = options, signals, parent
         self.children = Children(options.policy.grace_s + STOP_MARGIN_S)
+        self._folder = OwnFolder()
         self._at_end: Optional[Sequence[str]] = None
 
     # ---- The attempt
@@ -109,6 +112,10 @@ class LocalAttempt(Supervised):
             self.signals.wait(0.2)
         self._heed_signals()
         return self._conclude(self.children.status)
+
+    def close(self) -> None:
+        """Remove what is of no use to anybody else."""
+        self._folder.remove()
 
     def _obstacle(self) -> str:
         missing = shutil.which(self.options.command[0]) is None
@@ -138,6 +145,7 @@ class LocalAttempt(Supervised):
             "TRAIN_ATTEMPT": str(attempt.number),
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
         }
+        environ.update(short_tmpdir(environ, self._folder))
         words = [with_number(word, attempt.number) for word in options.command]
         port = free_port(*options.ports)
         for node, devices in enumerate(options.devices):

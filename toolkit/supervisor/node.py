@@ -21,7 +21,7 @@ from . import containers
 from .containers import Container
 from .evidence.files import read
 from .evidence.memory import oom_kills, peak_kb, ranks_below
-from .own_folder import OwnFolder
+from .own_folder import OwnFolder, short_tmpdir
 from .process import Signals, status_of
 from .watchdog_files import write_watchdog
 
@@ -241,7 +241,8 @@ class Node:
         command = [*self._programs(), *options.command]
         if options.container is None:
             pairs = (pair.partition("=") for pair in options.variables)
-            return command, {**environ, **{name: value for name, _, value in pairs}}
+            environ.update({name: value for name, _, value in pairs})
+            return command, {**environ, **short_tmpdir(environ, self._folder)}
         command = ["env", *options.variables, *command]
         folders = [os.path.dirname(os.path.dirname(options.logs))]
         user = f"{os.getuid()}:{os.getgid()}"

@@ -10,9 +10,13 @@ import glob
 import os
 import shutil
 import tempfile
-from typing import Optional
+from typing import Dict, Mapping, Optional
 
 PLACE = "/tmp"
+LONGEST_TMPDIR = 107 - len("/torch-shm-dir-abcdef/manager.sock") - 8
+"""In bytes. The path of a socket has at most 107 (unix(7)); torch makes the longest known ones in
+there, for the DataLoader's tensors; 8 are to spare."""
+
 _PREFIX, _LOCK = "supervisor.", "lock"
 
 
@@ -66,3 +70,23 @@ def remove_left_folders(place: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def short_tmpdir(environ: Mapping[str, str], folder: OwnFolder) -> Dict[str, str]:
+    """Return a TMPDIR in which sockets can be made: a link, where that of the site is too long.
+
+    Workers of a DataLoader would fail there with "AF_UNIX path too long", and the rank would wait
+    for them forever.
+    """
+    site = environ.get("TMPDIR", "")
+    if len(os.fsencode(site)) <= LONGEST_TMPDIR:
+        return {}
+    try:
+        link = folder.path("tmp")
+        os.symlink(site, link)
+    except OSError as error:
+        print(f"TMPDIR is too long for sockets, and no link can be made: {error}", flush=True)
+        return {}
+    text = f"TMPDIR has {len(site)} characters, too many for sockets in it: ranks see it as {link}"
+    print(text, flush=True)
+    return {"TMPDIR": link}

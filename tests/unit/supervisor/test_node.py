@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 from tests.conftest import ROOT, Until
 from toolkit.supervisor import node as node_module
 from toolkit.supervisor.node import Node, Options, is_reachable
-from toolkit.supervisor.own_folder import OwnFolder, remove_left_folders
+from toolkit.supervisor.own_folder import LONGEST_TMPDIR, OwnFolder, remove_left_folders
 from toolkit.supervisor.process import Signals
 
 ENVIRON = {
@@ -459,6 +460,44 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_that_is_in_use(
     assert {str(path) for path in tmp_path.iterdir()} == {mine.made, f"{place}/supervisor.other"}
     mine.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["supervisor.other"]
+
+
+IN_TMPDIR = """
+import os, socket, sys
+folder = os.environ["TMPDIR"]
+os.mkdir(folder + "/torch-shm-dir-abcdef")
+socket.socket(socket.AF_UNIX).bind(folder + "/torch-shm-dir-abcdef/manager.sock")
+open("seen", "w").write(folder)
+"""
+
+
+@pytest.mark.parametrize("length", [LONGEST_TMPDIR, LONGEST_TMPDIR + 1, 200])
+def test_sockets_can_be_made_in_a_tmpdir_of_any_length(place: Place, length: int) -> None:
+    (place.run_dir / "bind.py").write_text(IN_TMPDIR)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        site = Path(folder, "x" * (length - len(folder) - 1))
+        site.mkdir()
+        place.environ["TMPDIR"] = str(site)
+        status, said = place.run(f"exec {sys.executable} bind.py")
+        assert (status, [path.name for path in site.iterdir()]) == (0, ["torch-shm-dir-abcdef"])
+    seen = (place.run_dir / "seen").read_text()
+    if length == LONGEST_TMPDIR:
+        assert (seen, said) == (str(site), "")
+    else:
+        assert re.fullmatch(r"/tmp/supervisor\.\w+/tmp", seen)
+        text = (
+            f"TMPDIR has {length} characters, too many for sockets in it: ranks see it as {seen}\n"
+        )
+        assert said == text
+        assert not os.path.lexists(seen)
+
+
+def test_a_tmpdir_that_a_job_sets_is_shortened_too(place: Place, tmp_path: Path) -> None:
+    site = tmp_path / ("x" * 100)
+    site.mkdir()
+    (place.run_dir / "bind.py").write_text(IN_TMPDIR)
+    assert place.run(f"exec {sys.executable} bind.py", f"--env=TMPDIR={site}")[0] == 0
+    assert [path.name for path in site.iterdir()] == ["torch-shm-dir-abcdef"]
 
 
 # ---- Containers
