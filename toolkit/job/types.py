@@ -356,6 +356,18 @@ AbsolutePath = Annotated[
     ),
     schema_extra(pattern="^/"),
 ]
+_PLACE = r"""[^~\s'"#][^\s'"#]*"""
+ENVIRONMENT = rf"(conda|mamba|micromamba):{_PLACE}|pixi:{_PLACE}(#[A-Za-z0-9_.-]+)?"
+Environment = Annotated[
+    Text,
+    *matching(
+        ENVIRONMENT,
+        "write conda:NAME, conda:/PATH, or the same with mamba or micromamba; or pixi:/PATH of a "
+        "project, and pixi:/PATH#NAME for one of its environments; for uv, set venv to its .venv",
+    ),
+]
+"""An environment that is no virtual environment of Python's own, and what makes it."""
+
 FolderPath = Annotated[
     Text,
     refusing(

@@ -164,6 +164,15 @@ class SlurmPlan(plans.LaunchPlan):
         return None if self.profile.venv is None else self.profile.below(self.profile.venv)
 
     @property
+    def environment(self) -> tuple[str, str, str] | None:
+        """The manager of an environment, the environment's name or path, and its name in that."""
+        if self.profile.environment is None:
+            return None
+        manager, _, place = self.profile.environment.partition(":")
+        path, _, name = place.partition("#")
+        return manager, self.profile.below(path) if manager == "pixi" else path, name
+
+    @property
     def mounted_sources(self) -> tuple[str, ...]:
         """Folders that must exist where the script runs."""
         return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from toolkit.job import types
 from toolkit.job.environment import of_slurm_command
 from toolkit.text.answers import (
     json_object,
@@ -132,6 +133,9 @@ class Discovery:
     venv: Path | None
     """The active virtual environment, or the one in which the toolkit is installed."""
 
+    environment: str
+    """The active environment of conda or pixi, as profiles name it, where `venv` is None; or ''."""
+
     torchrun: bool
     """Whether the virtual environment has a torchrun."""
 
@@ -174,9 +178,19 @@ def discover(
         cpus=os.cpu_count() or 1,
         memory_bytes=int(memory[1]) * 1024 if memory else None,
         venv=venv if has_venv else None,
+        environment="" if has_venv else _environment(environ),
         torchrun=has_venv and (venv / "bin/torchrun").exists(),
     )
     return replace(site, namespace=_namespace(ask, site.context)) if site.context else site
+
+
+def _environment(environ: Mapping[str, str]) -> str:
+    manager = "conda" if "CONDA_EXE" in environ else "micromamba"
+    found = f"{manager}:{environ.get('CONDA_PREFIX', '')}"
+    if place := environ.get("PIXI_PROJECT_ROOT"):
+        name = environ.get("PIXI_ENVIRONMENT_NAME", "default")
+        found = f"pixi:{place}" + (f"#{name}" if name != "default" else "")
+    return found if re.fullmatch(types.ENVIRONMENT, found) else ""
 
 
 def _ask(argv: Sequence[str]) -> str | None:

@@ -115,6 +115,9 @@ def found_lines(discovery: Discovery) -> Iterator[str]:
     yield f"GPUs here: {', '.join(discovery.gpus) or 'none'}"
     yield f"modules: {'yes' if discovery.modules else 'no'}"
     without = "" if discovery.torchrun else ", without torchrun"
+    if discovery.environment:
+        yield f"environment: {discovery.environment}"
+        return
     venv = f"{discovery.venv}{without}" if discovery.venv else "none is active"
     yield f"virtual environment: {venv}"
 
@@ -193,11 +196,13 @@ def _slurm(discovery: Discovery, site: SlurmSite) -> Iterator[str]:
     yield "runtime: bare"
     if discovery.modules:
         yield "# modules: [cuda/12.8]  # `module avail` lists them"
-    if discovery.venv is not None:
+    if discovery.environment:
+        yield _entry("environment", discovery.environment)
+    elif discovery.venv is not None:
         why = "" if discovery.torchrun else "it has no torchrun yet: pip install torch"
         yield _entry("venv", str(discovery.venv), why)
     else:
-        yield "# venv: /PATH  # none is active; workers need one with torch"
+        yield "# venv: /PATH  # or environment: conda:NAME; none is active, and workers need torch"
 
 
 def _kubernetes(discovery: Discovery, chosen: Context) -> Iterator[str]:

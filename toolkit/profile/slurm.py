@@ -121,6 +121,11 @@ class SlurmProfile(SiteProfile):
     """The virtual environment to activate; a relative path is below the submit folder, or below
     `remote_dir`."""
 
+    environment: types.Environment | None = None
+    """Instead of `venv`, the environment of another manager to activate: `conda:NAME`,
+    `conda:/PATH`, the same with `mamba` and `micromamba`, `pixi:/PATH` or `pixi:/PATH#NAME`. The
+    manager must be in PATH on the nodes, by `modules`, `prolog` or the shell that submits."""
+
     supervisor: types.SupervisorOrNone = "carried"
     """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in
     the script, `installed` with the toolkit in the venv or image, or the path of its file on a
@@ -158,11 +163,14 @@ class SlurmProfile(SiteProfile):
             for key in ("container_options", "mounts")
             if runtime == "bare" and given.get(key)
         )
-        if runtime != "bare" and given.get("venv"):
-            problems.append(
-                f"venv with runtime {runtime!r}: no container sees it; install into the image, or "
-                "write runtime: bare"
-            )
+        problems += (
+            f"{key} with runtime {runtime!r}: no container sees it; install into the image, or "
+            "write runtime: bare"
+            for key in ("venv", "environment")
+            if runtime != "bare" and given.get(key)
+        )
+        if given.get("venv") and given.get("environment"):
+            problems.append("venv and environment: a job has one of them; leave the other out")
         if given.get("gpus_flag") == "gpus-per-task" and given.get("gpu_type"):
             problems.append(
                 "gpus_flag 'gpus-per-task' with a gpu_type: Slurm 22.05 leaves "

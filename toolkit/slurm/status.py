@@ -122,7 +122,9 @@ class JobRow(NamedTuple):
 
 
 _LOG_BYTES = 1 << 16
-_NO_VENV = "; `venv` wants a folder made by `python -m venv`, which a conda environment is not"
+_NO_VENV = (
+    "; `venv` wants a folder made by `python -m venv`; for conda, write `environment: conda:NAME`"
+)
 
 _SCRIPT_WAS_KILLED = (
     "FAILED: the batch script was killed, or could not write why it ended; "

@@ -14,7 +14,7 @@ from tests.fakes.kubernetes import FakeKubernetes
 from tests.support.asked_slurm import CONFIG, sinfo
 from tests.support.kubectl import kubectl_path
 from toolkit.errors import InputError, ProfileError
-from toolkit.profile.detect import Ask, discover
+from toolkit.profile.detect import Ask, Discovery, discover
 from toolkit.profile.draft import draft, found_lines, keep_draft
 
 # Recorded from Slurm 22.05.8 and shortened; the nodes of `main` are of two kinds.
@@ -104,6 +104,35 @@ venv: {venv}  # it has no torchrun yet: pip install torch
         "modules: yes",
         f"virtual environment: {venv}, without torchrun",
     ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"CONDA_EXE": "/c/bin/conda", "CONDA_PREFIX": "/c/envs/x"}, "conda:/c/envs/x"),
+        ({"CONDA_PREFIX": "/m/envs/x"}, "micromamba:/m/envs/x"),
+        ({"CONDA_PREFIX": "/p/.pixi/envs/default", "PIXI_PROJECT_ROOT": "/p"}, "pixi:/p"),
+        ({"PIXI_PROJECT_ROOT": "/p", "PIXI_ENVIRONMENT_NAME": "cuda"}, "pixi:/p#cuda"),
+        ({"CONDA_EXE": "/c", "CONDA_PREFIX": "/a b"}, ""),
+        ({}, ""),
+    ],
+)
+def test_an_active_environment_of_conda_or_pixi_becomes_a_key(
+    environ: dict[str, str], expected: str, tmp_path: Path, venv: Path
+) -> None:
+    def found(**more: str) -> Discovery:
+        given = {**environ, **more}
+        return discover(ask=answers(**IVY), environ=given, root=tmp_path, prefix="/none")
+
+    assert found().environment == expected
+    text = draft(found()).text
+    assert (f"\nenvironment: {expected}\n" in text) == bool(expected)
+    (tmp_path / "s.yaml").write_text(text)
+    profile = toolkit.load_profile(str(tmp_path / "s.yaml"))
+    assert isinstance(profile, toolkit.SlurmProfile)
+    assert profile.environment == (expected or None)
+    # A virtual environment that is active, too, was activated on purpose.
+    assert not found(VIRTUAL_ENV=str(venv)).environment
 
 
 KUBECONFIG = """\

@@ -313,6 +313,10 @@ def scripts() -> dict[str, str]:
     found["hostile on slurm"] = toolkit.render(
         toolkit.plan(hostile, toolkit.SlurmProfile(name="s", venv="/a b/$x", modules=("m;n",)))
     )
+    for manager in ("conda:train", "mamba:/e/x;y$z", "micromamba:train", "pixi:/p/$x#cuda"):
+        found[f"hostile in {manager}"] = toolkit.render(
+            toolkit.plan(hostile, toolkit.SlurmProfile(name="s", environment=manager))
+        )
     once = ["retries.in_job=0", "retries.requeue=0"]
     found["sweep once"] = toolkit.render(
         toolkit.plan(toolkit.load(ROOT / "jobs/sweep.yaml", once), toolkit.SlurmProfile(name="s"))

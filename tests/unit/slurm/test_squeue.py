@@ -285,7 +285,7 @@ def test_a_script_that_ends_before_the_supervisor_is_told_by_its_shell(
     assert status.state is toolkit.RunState.FAILED
     assert status.reason == (
         f"fatal: the script ended at once: {activate}: No such file or directory; `venv` wants a "
-        "folder made by `python -m venv`, which a conda environment is not"
+        "folder made by `python -m venv`; for conda, write `environment: conda:NAME`"
     )
 
 
