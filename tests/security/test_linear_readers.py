@@ -3,9 +3,9 @@
 Each row of `READERS` is a reader with a hostile input of n records. The reader runs on n, 2n and 4n
 of them, and three costs are counted; no time is measured:
 
-- the instructions of Python that were executed;
-- the bytes that were allocated from one instruction to the next, which shows when C copies
-  something that grows, as in `rows | more`, `rest + chunk` or `words[1:]`;
+- the lines of Python that were executed, once for each turn of a loop or comprehension;
+- the bytes by which memory was at its highest above the end of the line before, which shows when C
+  copies something that grows, as in `rows | more`, `rest + chunk` or `words[1:]`;
 - the items of the lists that C has gone through, as in `rows.remove(row)`.
 
 What a doubling adds may at most be `MOST` times what the doubling before has added: 2 is linear, 4
@@ -52,7 +52,7 @@ from toolkit.supervisor.evidence.traceback import last_trace
 MOST = 2.4
 """By how much more a doubling may add than the one before; a table that grows adds a little."""
 
-FLOOR = {"instructions": 4000, "allocated": 150_000, "items": 500}
+FLOOR = {"lines": 600, "allocated": 150_000, "items": 500}
 """What counts as nothing: caches, tables that grow by steps."""
 
 COUNTS = 3
@@ -72,7 +72,7 @@ T = 1_700_000_000.0
 class Cost(NamedTuple):
     """What an action has cost."""
 
-    instructions: int
+    lines: int
     allocated: int
     items: int
     peak: int
@@ -83,19 +83,18 @@ _SCANS = {"remove", "index", "count", "insert"}
 
 def cost_of(action: Callable[[], object]) -> Cost:
     """Run an action, and count."""
-    instructions = allocated = items = last = 0
-    memory = tracemalloc.get_traced_memory
+    executed = allocated = items = last = 0
+    memory, forget_peak = tracemalloc.get_traced_memory, tracemalloc.reset_peak
+    highest = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal instructions, allocated, last
-        if event == "call":
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event == "opcode":
-            instructions += 1
-            now = memory()[0]
-            if now > last:
-                allocated += now - last
-            last = now
+        nonlocal executed, allocated, last, highest
+        if event == "line":
+            executed += 1
+            now, peak = memory()
+            allocated += peak - last
+            last, highest = now, max(highest, peak)
+            forget_peak()
         return trace
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -115,10 +114,10 @@ def cost_of(action: Callable[[], object]) -> Cost:
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
-        peak = memory()[1]
+        peak = max(highest, memory()[1])
         tracemalloc.stop()
         gc.enable()
-    return Cost(instructions, allocated, items, peak)
+    return Cost(executed, allocated, items, peak)
 
 
 # ---- Inputs
@@ -572,3 +571,55 @@ def beyond_linear(costs: list[Cost]) -> str:
         if third - second > MOST * max(second - first, floor):
             return f"{kind}: {first}, {second}, {third}"
     return ""
+
+
+def _merges(n: int) -> None:
+    rows: dict[int, int] = {}
+    for i in range(n):
+        rows = rows | {i: i}
+
+
+def _adds(n: int) -> None:
+    rest = b""
+    for _ in range(n):
+        rest = rest + b"x" * 100
+
+
+def _cuts(n: int) -> None:
+    words = list(range(n))
+    while words:
+        words = words[1:]
+
+
+def _compares(n: int) -> None:
+    assert [sum(i == k for k in range(n)) for i in range(n)]
+
+
+def _removes(n: int) -> None:
+    rows = list(range(n))
+    while rows:
+        rows.remove(rows[-1])
+
+
+def _walks(n: int) -> None:
+    seen = [i for i in range(n) if all(k != i for k in range(i))]
+    assert len(seen) == n
+
+
+def _keeps(n: int) -> None:
+    rows = [f"{i} " * 10 for i in range(n)]
+    assert len([row for row in rows if row]) == n
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "size"),
+    [
+        (_merges, "allocated", 300), (_adds, "allocated", 300), (_cuts, "allocated", 300),
+        (_compares, "lines", 40), (_walks, "lines", 40), (_removes, "items", 300),
+        (_keeps, "", 300),
+    ],
+)  # fmt: skip
+def test_what_is_not_linear_is_found(action: Callable[[int], None], kind: str, size: int) -> None:
+    action(size)
+    costs = [cost_of(lambda n=n: action(n)) for n in (size, 2 * size, 4 * size)]  # type: ignore[misc]
+    assert beyond_linear(costs).partition(":")[0] == kind, costs
