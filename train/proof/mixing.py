@@ -163,7 +163,7 @@ def _apart(
         text = f"{layer} gives other outputs for a sample with other samples beside it"
         return [Mixture(kind=LAYER, text=text)]
     asked = _Asked(task, model, samples, whole, tolerance)
-    if text := asked.decided_by_model(parts[0]):
+    if text := asked.branch_of_model(parts[0]):
         return [Mixture(kind=LAYER, text=text)]
     total = parts[0].loss + parts[1].loss
     scale = max(one.loss.abs().item() for one in (whole, *parts))
@@ -173,7 +173,7 @@ def _apart(
         return not bool((a - b).abs() > 10 * tolerance * max(scale, 1e-6) * times)
 
     if near(whole.loss, total):
-        text = asked.decided_by_loss(parts[0])
+        text = asked.branch_of_loss(parts[0])
         return [Mixture(kind=LOSS, text=text)] if text else []
     numbers = (
         f"loss() gave {whole.loss.item():.6g} for {size} samples, and {parts[0].loss.item():.6g} "
@@ -192,7 +192,7 @@ def _apart(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Asks whether the numbers of its batch that Python reads in a pass decide about its result."""
+    """Asks whether the result of a pass depends on what Python reads of its batch."""
 
     task: Task
     model: nn.Module
@@ -200,8 +200,8 @@ class _Asked:
     whole: _Pass
     tolerance: float
 
-    def decided_by_model(self, part: _Pass) -> str:
-        """Say which line of a forward() decides by its batch; '' if none does."""
+    def branch_of_model(self, part: _Pass) -> str:
+        """Say which line of a forward() branches on its batch; '' if none does."""
         whole = self.whole
         for place in by_the_batch(whole.reads, part.reads):
             read = whole.reads[place]
@@ -212,9 +212,9 @@ class _Asked:
                     if not self._same(whole.outputs, other.outputs):
                         name = f"module {read.module!r}" if read.module else "the model"
                         return self._text(f"the forward() of {name}", read)
-        return self._decided_for_one() if whole.reads else ""
+        return self._mixed_alone() if whole.reads else ""
 
-    def _decided_for_one(self) -> str:
+    def _mixed_alone(self) -> str:
         """Say whether a sample alone has other outputs: larger parts may all answer alike."""
         alone: list[_Pass] = []
         # Some models take no batch of one.
@@ -229,8 +229,8 @@ class _Asked:
         layer = _mixing_layer(self.whole, alone, pairs)
         return f"{layer} gives other outputs for a sample with other samples beside it"
 
-    def decided_by_loss(self, part: _Pass) -> str:
-        """Say which line of loss() decides by its batch; '' if none does."""
+    def branch_of_loss(self, part: _Pass) -> str:
+        """Say which line of loss() branches on its batch; '' if none does."""
         whole = self.whole
         for place in by_the_batch(whole.reads_of_loss, part.reads_of_loss):
             read = whole.reads_of_loss[place]
@@ -253,8 +253,8 @@ class _Asked:
     def _text(where: str, read: Read) -> str:
         value = f"{read.value:.3g}" if isinstance(read.value, float) else str(read.value)
         return (
-            f"{where} decides by its whole batch ({read.line}, where Python reads {value}), as "
-            "`if hidden.sum() > 0` does: a part of the batch may decide otherwise"
+            f"{where} branches on a value of its batch ({read.line}, where Python reads {value}), "
+            "as `if hidden.sum() > 0` does: a part of the batch may take another branch"
         )
 
 

@@ -114,7 +114,9 @@ def test_a_branch_on_the_batch_is_named_before_a_part_of_it_decides_otherwise(po
     model = Model(blocks=(("layer norm",), ("mlp",), ("linear", "branch on data")), inputs="pair")
     layout = layout_of("--strategy", "fsdp", "--meta-init")
     judged = judge(Draw(model=model, layout=LAYOUTS[layout]), pool)
-    assert re.search(r"decides by its whole batch .* layer-mixes-samples", judged.output), judged
+    assert re.search(r"branches on a value of its batch .* layer-mixes-samples", judged.output), (
+        judged
+    )
 
 
 def test_naming_the_dropout_layers_leaves_a_model_that_the_task_holds_alone(pool: Pool) -> None:

@@ -58,9 +58,9 @@ def test_what_decides_by_its_batch_is_refused_with_its_line(name: str) -> None:
     task = with_layer(lambda: Deciding(BY_THE_BATCH[name]))
     problem = verdict_of(task()).problem
     assert re.fullmatch(
-        r".*the forward\(\) of module '1' decides by its whole batch \(test_control_flow.py, line "
-        r"\d+, where Python reads \S+\), as `if hidden.sum\(\) > 0` does: a part of the batch may "
-        r"decide otherwise; .*--accept layer-mixes-samples",
+        r".*the forward\(\) of module '1' branches on a value of its batch "
+        r"\(test_control_flow.py, line \d+, where Python reads \S+\), as `if hidden.sum\(\) > 0` does: a part of the batch may "
+        r"take another branch; .*--accept layer-mixes-samples",
         problem,
     ), problem
     line = int(re.findall(r"line (\d+)", problem)[0])
@@ -175,6 +175,7 @@ class Guarded(Plain):
 def test_a_loss_that_decides_by_its_batch_is_refused(task: type[Task], refused: bool) -> None:
     problem = verdict_of(task()).problem
     found = re.search(
-        r"loss\(\) decides by its whole batch \(test_control_flow.py, .*loss-mixes-samples", problem
+        r"loss\(\) branches on a value of its batch \(test_control_flow.py, .*loss-mixes-samples",
+        problem,
     )
     assert bool(found) == refused, problem
