@@ -59,8 +59,8 @@ def test_what_decides_by_its_batch_is_refused_with_its_line(name: str) -> None:
     problem = verdict_of(task()).problem
     assert re.fullmatch(
         r".*the forward\(\) of module '1' branches on a value of its batch "
-        r"\(test_control_flow.py, line \d+, where Python reads \S+\), as `if hidden.sum\(\) > 0` does: a part of the batch may "
-        r"take another branch; .*--accept layer-mixes-samples",
+        r"\(test_control_flow.py, line \d+, where Python reads \S+\), as `if hidden.sum\(\) > 0` "
+        r"does: a part of the batch may take another branch; .*--accept layer-mixes-samples",
         problem,
     ), problem
     line = int(re.findall(r"line (\d+)", problem)[0])
@@ -174,8 +174,6 @@ class Guarded(Plain):
 @pytest.mark.parametrize(("task", "refused"), [(Clipped, True), (Guarded, False)])
 def test_a_loss_that_decides_by_its_batch_is_refused(task: type[Task], refused: bool) -> None:
     problem = verdict_of(task()).problem
-    found = re.search(
-        r"loss\(\) branches on a value of its batch \(test_control_flow.py, .*loss-mixes-samples",
-        problem,
-    )
+    said = r"loss\(\) branches on a value of its batch \(test_control_flow.py, .*loss-mixes-samples"
+    found = re.search(said, problem)
     assert bool(found) == refused, problem
