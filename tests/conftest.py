@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.once import made_once
+from tests.support.order import mixed
 from tests.support.slurm_site import Site
 
 # No test asserts a time: a loaded machine is slow, not broken. The gate tries the same values each
@@ -33,9 +34,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 ROOT = Path(__file__).parent.parent
 TOOLKIT = Path(sys.executable).parent / "toolkit"
+WAITING = ROOT / "tests/system"
 SANDBOX = ROOT / "slurm" / "sandbox" / "sandbox"
 PATIENCE_S = 300
 """How long a test waits for something that must happen; these machines may be busy."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix tests that wait with those that compute, where several processes share them."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            parts[WAITING in item.path.parents].append(item)
+        items[:] = mixed(parts[True], parts[False], processes)
 
 
 def asks(*argv: str) -> bool:
