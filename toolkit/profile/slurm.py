@@ -129,8 +129,9 @@ class SlurmProfile(SiteProfile):
     supervisor: types.SupervisorOrNone = "carried"
     """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in
     the script, `installed` with the toolkit in the venv or image, or the path of its file on a
-    shared file system. It needs Python 3.6, in containers 3.8. With `none`, srun starts torchrun,
-    and nothing restarts a failed job, finds hanging ranks, or writes why a run has ended."""
+    shared file system. It needs Python 3.6, in containers 3.8, with the module bz2. With `none`,
+    srun starts torchrun, and nothing restarts a failed job, finds hanging ranks, or writes why a
+    run has ended."""
 
     @property
     def host(self) -> str:
