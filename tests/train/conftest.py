@@ -174,7 +174,8 @@ class Start:
         """`torchrun --nproc-per-node COUNT -m train`."""
         argv = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         argv += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-        program = shared_gpu.started_by_torchrun(*module, *UNPROVED, *flags)
+        unproved = UNPROVED if module[-1] != "train.collectives" else ()
+        program = shared_gpu.started_by_torchrun(*module, *unproved, *flags)
         argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *program]
         return self.command(argv, run_dir, attempt, env)
 

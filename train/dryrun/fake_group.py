@@ -73,9 +73,9 @@ class FakeGroup(RankGroup):
     """The group of a rank that is alone in its world."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Exchange as many bytes as in a real run; the sums are made up."""
+        """Exchange as many bytes as in a real run; the sums are those of ranks that are alike."""
         dist.all_reduce(torch.zeros(len(values), dtype=torch.float64, device=self.device))
-        return [1.0] * len(values)
+        return [float(value) * self.rank_info.world_size for value in values]
 
 
 class _ValuesOfFakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -226,8 +226,8 @@ class _Step:
         strategy.begin_step(number)
         # Not 1: a multiplication that every real step makes would be left out.
         strategy.accumulate(share.split_into(batches), 0.5)
-        # Loss, count, stop requests, whether other parameters than before are left out.
-        self._parts.group.sum([0.0] * 4)
+        # Loss, count, stop requests, whether other parameters than before are left out or written.
+        self._parts.group.sum([0.0] * 5)
         strategy.scale_gradients(0.5)
         if config.clip_norm is not None or config.precision == "fp16":
             norm = total_norm(strategy)

@@ -263,7 +263,7 @@ def collectives(events: Iterable[dict[str, Any]], world: int) -> dict[tuple[str,
 
 def without_agreement(calls: Mapping[tuple[str, int], float]) -> dict[tuple[str, int], float]:
     """Leave out what the loop agrees on: few numbers, whose type the profiler does not note."""
-    return {key: times for key, times in calls.items() if key[1] > 8 * FLOAT}
+    return {key: times for key, times in calls.items() if key[1] > 10 * FLOAT}
 
 
 def numbers(shape: list[Any]) -> int:

@@ -112,8 +112,7 @@ class Poisoned(digits.Digits):
         found = super().loss(outputs, targets)
         if found.requires_grad:
             self.calls += 1
-            # Two passes of DDP's warm-up come first.
-            if self.calls == 2 + 4 and os.environ["RANK"] == "1":
+            if self.calls == 4 and os.environ["RANK"] == "1":
                 found.register_hook(lambda gradient: gradient * float("nan"))
         return found
 
