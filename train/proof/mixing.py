@@ -5,7 +5,7 @@ with the whole batch. The plain model works on some samples, then on each of two
 outputs of the parts must be those of the whole, and their losses must add up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -202,17 +202,41 @@ class _Asked:
 
     def branch_of_model(self, part: _Pass) -> str:
         """Say which line of a forward() branches on its batch; '' if none does."""
+
+        def outputs(answers: Mapping[int, Any]) -> Sequence[Tensor]:
+            return _run(self.task, self.model, self.samples, answers).outputs
+
         whole = self.whole
-        for place in by_the_batch(whole.reads, part.reads):
-            read = whole.reads[place]
-            for answer in read.answers:
+        if read := self._branch(whole.reads, part.reads, outputs, whole.outputs):
+            name = f"module {read.module!r}" if read.module else "the model"
+            return self._text(f"the forward() of {name}", read)
+        return self._mixed_alone() if whole.reads else ""
+
+    def branch_of_loss(self, part: _Pass) -> str:
+        """Say which line of loss() branches on its batch; '' if none does."""
+
+        def loss(answers: Mapping[int, Any]) -> Sequence[Tensor]:
+            return [_run(self.task, self.model, self.samples, None, answers).loss]
+
+        whole = self.whole
+        read = self._branch(whole.reads_of_loss, part.reads_of_loss, loss, [whole.loss])
+        return self._text("loss()", read) if read else ""
+
+    def _branch(
+        self,
+        whole: Sequence[Read],
+        part: Sequence[Read],
+        result: Callable[[Mapping[int, Any]], Sequence[Tensor]],
+        expected: Sequence[Tensor],
+    ) -> Read | None:
+        """Return what gives another result with another answer, and may have one in a part."""
+        for place in by_the_batch(whole, part):
+            for answer in whole[place].answers:
                 # What fails then, as an assertion does, trains nothing else.
                 with suppress(Exception):
-                    other = _run(self.task, self.model, self.samples, {place: answer})
-                    if not self._same(whole.outputs, other.outputs):
-                        name = f"module {read.module!r}" if read.module else "the model"
-                        return self._text(f"the forward() of {name}", read)
-        return self._mixed_alone() if whole.reads else ""
+                    if not self._same(expected, result({place: answer})):
+                        return whole[place]
+        return None
 
     def _mixed_alone(self) -> str:
         """Say whether a sample alone has other outputs: larger parts may all answer alike."""
@@ -228,18 +252,6 @@ class _Asked:
             return ""
         layer = _mixing_layer(self.whole, alone, pairs)
         return f"{layer} gives other outputs for a sample with other samples beside it"
-
-    def branch_of_loss(self, part: _Pass) -> str:
-        """Say which line of loss() branches on its batch; '' if none does."""
-        whole = self.whole
-        for place in by_the_batch(whole.reads_of_loss, part.reads_of_loss):
-            read = whole.reads_of_loss[place]
-            for answer in read.answers:
-                with suppress(Exception):
-                    other = _run(self.task, self.model, self.samples, None, {place: answer})
-                    if not self._same([whole.loss], [other.loss]):
-                        return self._text("loss()", read)
-        return ""
 
     def _same(self, ours: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         return len(ours) == len(others) and all(
