@@ -36,12 +36,13 @@ _ANY, _ALL, _SAME = _forms("any"), _forms("all"), _forms("equal", "allclose")
 _COUNTS = _forms("sum", "count_nonzero")
 _TRUTHS = {Tensor.__bool__, Tensor.item, torch.is_nonzero}
 _NUMBERS = {Tensor.item, Tensor.__float__}
+_OTHERS = {Tensor.__int__, Tensor.__index__, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _TORCH = f"{Path(torch.__file__).parent}/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """What Python has read of a tensor of one number."""
+    """What Python has read of a tensor."""
 
     module: str
     """The innermost module whose forward() has read it; '' is the model."""
@@ -52,7 +53,7 @@ class Read:
     depends: tuple[float, ...]
     """What a part of the batch has otherwise, where the tensor depends on the batch."""
     answers: tuple[Any, ...]
-    """What a part of another batch may get."""
+    """What a part of another batch may get, as far as that is known."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class _Reads(TorchFunctionMode):
             return self._read(result, (result,), nearer + further)
         if func is Tensor.__int__ and _is_float(args[0]):
             return self._read(result, (_number(args[0]),), (result + 1, result - 1))
+        if func in _TRUTHS | _OTHERS:
+            # Lengths, flags, arrays: what else they might be is not known.
+            return self._read(result, (), ())
         return result
 
     def _read(self, value: Any, depends: tuple[float, ...], answers: tuple[Any, ...]) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,22 @@ def _line_of_the_branch() -> int:
     return Deciding.forward.__code__.co_firstlineno + 1
 
 
-def test_a_sample_alone_is_asked_as_well() -> None:
+SEEN_ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "any": lambda hidden: (hidden[:, 0] > 0).any(),
+    "a whole number": lambda hidden: int((hidden[:, 0] > 0).sum()),
+    "its item": lambda hidden: (hidden[:, 0] > 0).sum().item(),
+    "a list": lambda hidden: max(hidden[:, 0].tolist()) > 0,
+    "an array": lambda hidden: hidden[:, 0].detach().numpy().max() > 0,
+    "an array of numpy": lambda hidden: np.asarray(hidden[:, 0].detach()).max() > 0,
+}
+
+
+@pytest.mark.parametrize("name", SEEN_ALONE)
+def test_a_sample_alone_is_asked_as_well(name: str) -> None:
     class Some(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             # In the whole and in both parts, both kinds are there.
-            return hidden.tanh() if (hidden[:, 0] > 0).any() else hidden
+            return hidden.tanh() if SEEN_ALONE[name](hidden) else hidden
 
     problem = verdict_of(with_layer(Some)()).problem
     assert "layer '1' (Some) gives other outputs for a sample with other samples" in problem
