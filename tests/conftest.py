@@ -1,5 +1,6 @@
 """What all tests share: a user of their own, and the real Slurm cluster."""
 
+import gc
 import os
 import shutil
 import signal
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             parts[WAITING in item.path.parents].append(item)
         items[:] = mixed(parts[True], parts[False], processes)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of each later search for garbage what is there to stay: a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def asks(*argv: str) -> bool:
