@@ -1,7 +1,9 @@
 """What all tests share: a user of their own, and the real Slurm cluster."""
 
+import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -155,6 +157,42 @@ class Cluster:
         shown = self.slurm("scontrol", "-o", "show", "job", job_id)
         return datetime.fromisoformat(shown.partition(" EndTime=")[2].partition(" ")[0])
 
+    @contextlib.contextmanager
+    def configured(self, *lines: str, **changes: str) -> Iterator[None]:
+        """Add lines to slurm.conf for a time; `changes` replace values of options that it has."""
+        conf = self.folder / "etc/slurm.conf"
+        before = conf.read_text()
+        after = before
+        for option, value in changes.items():
+            after, count = re.subn(rf"\b{option}=[^,\s]*", f"{option}={value}", after)
+            assert count == 1, f"{option} stands {count} times in {conf}"
+        try:
+            self._reconfigure(conf, "\n".join([after, *lines, ""]))
+            yield
+        finally:
+            self._reconfigure(conf, before)
+
+    def _reconfigure(self, conf: Path, text: str) -> None:
+        """Replace the file at once: daemons still read it for the last time that they were told."""
+        new = conf.with_suffix(".new")
+        new.write_text(text)
+        new.replace(conf)
+        self.slurm("scontrol", "reconfigure")
+
+    def have_all_nodes(self, until: Until) -> None:
+        """Wait until every node takes jobs again; name those that do not, and have them resume."""
+
+        def others() -> str:
+            shown = self.slurm("sinfo", "-h", "-N", "-o", "%N %t %E").splitlines()
+            lines = {line for line in shown if line.split()[1] not in ("idle", "mix", "alloc")}
+            return "\n".join(sorted(lines))
+
+        try:
+            until(lambda: not others(), "all nodes take jobs again", seen=others)
+        finally:
+            for line in others().splitlines():
+                self._run("scontrol", "update", f"nodename={line.split()[0]}", "state=resume")
+
     def _run(self, *argv: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             argv, env=self.environ, capture_output=True, text=True, check=False, cwd=ROOT
@@ -168,6 +206,14 @@ def _without_slurm() -> str | None:
     if shutil.which("slurmctld") is None:
         return "needs Debian's Slurm packages: slurm/sandbox/sandbox install"
     return None
+
+
+@pytest.fixture(autouse=True)
+def all_nodes_take_jobs(request: pytest.FixtureRequest, until: Until) -> Iterator[None]:
+    """Insist that a test leaves the cluster as it was, since the next one may need every node."""
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").have_all_nodes(until)
 
 
 @pytest.fixture(scope="session")

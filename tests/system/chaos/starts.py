@@ -147,9 +147,8 @@ def wait_line(gates: Path, phase: str) -> str:
 @contextlib.contextmanager
 def gated(cluster: Cluster, folder: Path) -> Iterator[Path]:
     """Give a cluster prologs that wait at gates, and the partition `graced`; yield the gates."""
-    gates, conf = folder / "gates", cluster.folder / "etc/slurm.conf"
+    gates = folder / "gates"
     gates.mkdir()
-    tidy = conf.read_text()
     lines = [
         f"PartitionName=graced Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}"
     ]
@@ -160,10 +159,5 @@ def gated(cluster: Cluster, folder: Path) -> Iterator[Path]:
         (folder / option).write_text(f"#!/bin/sh\n{line}\n")
         (folder / option).chmod(0o755)
         lines.append(f"{option}={folder / option}")
-    try:
-        conf.write_text("\n".join([tidy, *lines, ""]))
-        cluster.slurm("scontrol", "reconfigure")
+    with cluster.configured(*lines):
         yield gates
-    finally:
-        conf.write_text(tidy)
-        cluster.slurm("scontrol", "reconfigure")

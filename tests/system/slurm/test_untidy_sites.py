@@ -51,18 +51,12 @@ def go(run: SlurmRun) -> None:
 @pytest.fixture
 def printing(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
     """Has the site's TaskProlog print before each task."""
-    prolog, conf = tmp_path / "prolog", cluster.folder / "etc/slurm.conf"
+    prolog = tmp_path / "prolog"
     prolog.write_text(PROLOG)
     prolog.chmod(0o755)
     tmp_path.chmod(0o755)
-    tidy = conf.read_text()
-    try:
-        conf.write_text(f"{tidy}\nTaskProlog={prolog}\n")
-        cluster.slurm("scontrol", "reconfigure")
+    with cluster.configured(f"TaskProlog={prolog}"):
         yield
-    finally:
-        conf.write_text(tidy)
-        cluster.slurm("scontrol", "reconfigure")
 
 
 def test_a_requeued_job_goes_on_where_the_sites_prolog_prints(
@@ -82,16 +76,8 @@ def test_a_requeued_job_goes_on_where_the_sites_prolog_prints(
 @pytest.fixture
 def slow_to_requeue(cluster: Cluster) -> Iterator[None]:
     """Has the site's default delays: of requeued jobs, and between SIGTERM and SIGKILL."""
-    conf = cluster.folder / "etc/slurm.conf"
-    quick = conf.read_text()
-    try:
-        slow = quick.replace("cred_expire=5", "cred_expire=120")
-        conf.write_text(f"{slow}\nKillWait=30\n")
-        cluster.slurm("scontrol", "reconfigure")
+    with cluster.configured(cred_expire="120", KillWait="30"):
         yield
-    finally:
-        conf.write_text(quick)
-        cluster.slurm("scontrol", "reconfigure")
 
 
 @pytest.mark.slow  # the attempt of a busy machine may not be gone in the seconds that it is given
