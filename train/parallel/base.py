@@ -1,7 +1,7 @@
 """The interface of a strategy to the training loop, and the parts that most strategies share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -129,6 +129,8 @@ class Strategy(ABC):
     writes: Writes | None = None
     """What passes have written of the parameters; `None` before `bind()`."""
     _without_gradient: frozenset[str] = frozenset()
+    unevenly_trained: bool = False
+    """Whether in this step some ranks' data give a gradient to a parameter, and others' do not."""
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         self.parts, self.task = parts, parts.task
@@ -200,7 +202,8 @@ class Strategy(ABC):
     def without_gradient(self) -> frozenset[str]:
         """Name the parameters that this rank's data have given no gradient in this step.
 
-        Only those for which zeros stand in, because other ranks may have one.
+        Only those that other ranks may have one for, so that zeros stand in here, or a mean is
+        taken over what ranks have made of them.
         """
         return self._without_gradient
 
@@ -435,7 +438,7 @@ def tally(task: "Task", outputs: Tree, targets: Tree) -> Tally:
     )
 
 
-def scale(parameters: Iterator[tuple[str, nn.Parameter]], factor: float) -> None:
+def scale(parameters: Iterable[tuple[str, nn.Parameter]], factor: float) -> None:
     """Multiply gradients in place: each rank its part of a sharded one."""
     if factor == 1.0:
         return

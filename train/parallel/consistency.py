@@ -244,8 +244,8 @@ class Untrained:
         """Find out what no rank has a gradient for; all ranks call this."""
         if not self._names:
             self._parameters = dict(self._strategy.named_parameters())
-            mine = [name for name, p in self._parameters.items() if p.requires_grad]
-            self._names = sorted({name for rank in self._group.gather(mine) for name in rank})
+            gathered = self._group.gather(list(self._parameters))
+            self._names = sorted({name for rank in gathered for name in rank})
         lacking = self._agreed_for = self._strategy.without_gradient()
         trained = torch.tensor(
             [name in self._parameters and name not in lacking for name in self._names],
@@ -255,6 +255,8 @@ class Untrained:
         if self._group.connected:
             dist.all_reduce(trained)
         counts: list[int] = trained.tolist()
+        ranks = self._group.rank_info.world_size
+        self._strategy.unevenly_trained = any(0 < count < ranks for count in counts)
         self.names = frozenset(n for n, count in zip(self._names, counts, strict=True) if not count)
 
     def forget_zeros(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.order import Batch
 from ..model import batchnorm, compilation
@@ -32,31 +32,27 @@ class LocalSgd(WholeModel):
         self._step_count, self._factor = 0, 1.0
         # Items seen since the last averaging: a rank with more of them weighs more.
         self._items = 0
+        self._uneven = False
+        self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
         """Add the gradients of this rank's summed loss; nothing is exchanged."""
         sums = super().accumulate(micro_batches, factor)
         self._step_count, self._factor = sums.count, factor
         self._items += sums.count
+        self._parameters = list(self.named_parameters())
+        lacking = [(n, p) for n, p in self._parameters if p.grad is None and p.requires_grad]
+        self._without_gradient = frozenset(name for name, _ in lacking)
+        if self.parts.config.local_steps == 1:
+            # Other ranks' samples may reach it, as they do experts of a router. One process would
+            # step it then: so do momentum and weight decay here, for the mean of all ranks.
+            for _, parameter in lacking:
+                parameter.grad = torch.zeros_like(parameter)
         return sums
 
     def scale_gradients(self, factor: float) -> None:
         """Make the gradients those of the mean over this rank's items alone."""
-        if self.parts.config.local_steps == 1:
-            self._fill_gradients()
-        scale(self.named_parameters(), 1.0 / (max(self._step_count, 1) * self._factor))
-
-    def _fill_gradients(self) -> None:
-        """Give a parameter zeros where only other ranks' samples reach it, as experts of a router.
-
-        One process steps with their gradient, which this rank's step must be a part of: by weight
-        decay and momentum it is one.
-        """
-        trained = [p for _, p in self.named_parameters() if p.requires_grad]
-        reached = self.parts.group.sum([p.grad is not None for p in trained])
-        for parameter, ranks in zip(trained, reached, strict=True):
-            if ranks and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        scale(self._parameters, 1.0 / (max(self._step_count, 1) * self._factor))
 
     def agree_on_norm(self, norm: float) -> float:
         """Keep each rank's own norm, unless one of them is not finite: then all must stop."""
@@ -66,6 +62,7 @@ class LocalSgd(WholeModel):
     def after_step(self, step: int) -> None:
         """Average after each of the first steps, then after every so many."""
         self._last_step = step
+        self._uneven |= self.unevenly_trained
         if self.settled(step):
             self._average()
 
@@ -91,7 +88,9 @@ class LocalSgd(WholeModel):
         if not self.parts.group.connected:
             return
         weights = [parameter.detach() for _, parameter in self.named_parameters()]
-        state = self._state_of_all()
+        state = self._optimizer.tensors()
+        if self._uneven and self.parts.config.local_steps > 1:
+            state = self._state_of_all(state)
         # Counters of steps are alike by now; a mean could only round them.
         moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
         tensors = [*weights, *moments, *batchnorm.moving_buffers(self.model)]
@@ -106,26 +105,16 @@ class LocalSgd(WholeModel):
         means = torch.split(flat[:-1], [tensor.numel() for tensor in tensors])
         for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean.view_as(tensor))
-        self._items = 0
+        self._items, self._uneven = 0, False
 
-    def _state_of_all(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, with that of parameters that only other ranks have trained.
+    def _state_of_all(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add to an optimizer's state that of parameters that only other ranks have trained.
 
         It starts at zero here; counters of steps become the largest of any rank.
         """
-        state, group = self._optimizer.tensors(), self.parts.group
-        mine = {name: 0.0 for name, _ in self.named_parameters()}
-        for key, tensor in state.items():
-            name, _, slot = key.rpartition("/")
-            mine[name] = max(mine[name], tensor.item() if slot == "step" else 1.0)
-        counters = list(mine.values())
-        sums = group.sum([*counters, *(counter**2 for counter in counters)])
-        ranks, half = group.rank_info.world_size, len(counters)
-        if all(ranks * b == a * a for a, b in zip(sums[:half], sums[half:], strict=True)):
-            return state
         slots = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
         steps = {key: tensor.item() for key, tensor in state.items() if key.endswith("/step")}
-        of_ranks = group.gather((slots, steps))
+        of_ranks = self.parts.group.gather((slots, steps))
         wanted = {key: slot for theirs, _ in of_ranks for key, slot in theirs.items()}
         state = self._optimizer.allocate(
             {key: slot for key, slot in wanted.items() if key not in state}

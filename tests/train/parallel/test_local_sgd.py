@@ -23,7 +23,9 @@ from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
 
-RESTING = f"{Path(__file__).parents[1] / 'support/proved.py'}:Resting"
+RESTING, THAWING = (
+    f"{Path(__file__).parents[1] / 'support/proved.py'}:{name}" for name in ("Resting", "Thawing")
+)
 PICTURES = f"{Path(__file__).parents[1] / 'support/pictures.py'}:Pictures"
 RANKS = 3
 CLOSE = 1e-12
@@ -221,11 +223,13 @@ def with_resting_experts(rank: int) -> dict[str, tuple[End, End, bool]]:
     torch.set_default_dtype(torch.float64)
     found = {}
     for name, chosen in {
-        "sgd": {**SGD, "local_steps": 1},
-        "sgd, rarely": {**SGD, "local_steps": 3},
-        "adamw, rarely": {**ADAMW, "local_steps": 3},
+        "sgd": {**SGD, "local_steps": 1, "task": RESTING},
+        "sgd, thawed": {**SGD, "local_steps": 1, "task": THAWING},
+        "sgd, rarely": {**SGD, "local_steps": 3, "task": RESTING},
+        "adamw, rarely": {**ADAMW, "local_steps": 3, "task": RESTING},
+        "adamw, rarely, thawed": {**ADAMW, "local_steps": 3, "task": THAWING},
     }.items():
-        config = config_of(**{**chosen, "task": RESTING, "global_batch": 6, "weight_decay": 0.1})
+        config = config_of(**{**chosen, "global_batch": 6, "weight_decay": 0.1})
         alone = Alone(rank_info=RankInfo(), device=group.device)
         ends, rested = [], False
         for one, layout, ranks in (
@@ -250,7 +254,8 @@ def test_an_expert_that_no_sample_of_a_rank_reaches_is_averaged_with_the_others(
         ends = [rank[name][0] for rank in ranks]
         assert max(difference(ends[0], end) for end in ends) == 0.0, name
     assert ranks[0]["adamw, rarely"][2], "a rank had no state of an expert"
-    mine, one, _ = ranks[0]["sgd"]
-    assert difference(mine, one) <= CLOSE
+    for name in ("sgd", "sgd, thawed"):
+        mine, one, _ = ranks[0][name]
+        assert difference(mine, one) <= CLOSE, name
     steps = {v.item() for key, v in ranks[0]["adamw, rarely"][0].items() if key.endswith("/step")}
     assert max(steps) == 6.0

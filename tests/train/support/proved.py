@@ -495,3 +495,21 @@ class Resting(Plain):
                 return out
 
         return Experts()
+
+
+class Thawing(Resting):
+    """Half of its experts are frozen in the first two passes of training."""
+
+    def between(self) -> nn.Module:
+        experts = super().between()
+        frozen = [p for name, p in experts.named_parameters() if int(name.split(".")[1]) < 3]
+        passes = 0
+
+        def thaw(module: nn.Module, _: object) -> None:
+            nonlocal passes
+            passes += module.training
+            for parameter in frozen:
+                parameter.requires_grad_(passes > 2)
+
+        experts.register_forward_pre_hook(thaw)
+        return experts
