@@ -23,9 +23,9 @@ from tests.fakes import fake_slurm
 from toolkit.cli import cli
 from toolkit.cli.summary import rows_of, summary_lines, summary_of
 from toolkit.errors import LauncherError, ToolkitError
-from toolkit.local import run_lock
 from toolkit.runs.records import registry
 from toolkit.runs.records.provenance import origin_of
+from toolkit.supervisor import run_lock
 
 LOCAL = {"kind": "local", "name": "local", "runs_dir": "runs"}
 
@@ -153,7 +153,7 @@ def test_no_process_is_stopped_but_an_own_supervisor(
 ) -> None:
     run_dir = forged(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        with run_lock.hold(run_dir):
+        with run_lock.hold(str(run_dir)):
             lock = run_dir / "running.lock"
             lock.write_text(str(other.pid) if said == "other" else said)
             run = toolkit.open_run(str(run_dir), trust=trust)
@@ -216,7 +216,7 @@ def test_a_system_without_such_locks_has_flocks(
         with (tmp_path / "running.lock").open("wb+") as other:
             assert not run_lock.is_held(other)
         (tmp_path / "running.lock").unlink()
-        with run_lock.hold(tmp_path), (tmp_path / "running.lock").open("rb") as asked:
+        with run_lock.hold(str(tmp_path)), (tmp_path / "running.lock").open("rb") as asked:
             assert run_lock.is_held(asked)
             assert run_lock.is_held(asked)
         monkeypatch.setattr(run_lock, "_SET", -1)
@@ -252,7 +252,7 @@ def test_a_supervisor_that_was_started_this_instant_is_stopped(tmp_path: Path) -
     pipe = subprocess.PIPE
     with (
         subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as supervisor,
-        run_lock.hold(run_dir) as lock,
+        run_lock.hold(str(run_dir)) as lock,
         ThreadPoolExecutor() as threads,
     ):
         assert supervisor.stdin and supervisor.stdout

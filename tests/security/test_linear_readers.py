@@ -36,6 +36,7 @@ from toolkit.runs.evidence import stacks
 from toolkit.runs.evidence.progress import ProgressReader
 from toolkit.runs.evidence.startup import waits_for
 from toolkit.runs.records.log_reader import attempt_spans
+from toolkit.runs.records.points import read_points
 from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.records.run_directory import read_metrics
 from toolkit.runs.records.scheduler_times import Scheduled
@@ -45,7 +46,6 @@ from toolkit.runs.views.curves import curves_and_starts
 from toolkit.runs.views.forward import _Forwarder
 from toolkit.runs.views.goodput import goodput_of
 from toolkit.runs.views.trackers import _AppendingTracker
-from toolkit.slurm.sweep import read_points
 from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
 from toolkit.supervisor.evidence.traceback import last_trace
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import LauncherError
+from toolkit.runs.records.points import read_points
 from toolkit.slurm.login.mirror import Mirrors
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.submission import SlurmJob, read_jobs, write_jobs
-from toolkit.slurm.sweep import read_points
 
 GOOD = '{"version": 1, "job_id": "7", "mode": "", "points": null, "after": "", "folder": "/a"}'
 

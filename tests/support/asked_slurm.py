@@ -7,11 +7,11 @@ from typing import Any
 
 import toolkit
 from toolkit.job.sweep import Point
+from toolkit.runs.records.points import write_points
 from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.submission import SlurmJob, write_jobs
-from toolkit.slurm.sweep import write_points
 
 Answer = subprocess.CompletedProcess[str]
 

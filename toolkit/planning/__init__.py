@@ -47,7 +47,10 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
     if problems := list(refusals(job, profile, run_name=name)):
         raise PlanError(problems)
     if profile.kind not in BUILT_IN:
-        return plugin(profile.kind).plan(job, profile)
+        made = plugin(profile.kind).plan(job, profile)
+        if job.points and not made.points:
+            raise PlanError(f"sweep: a launcher of kind {profile.kind!r} runs no sweeps")
+        return made
     if profile.kind == "local":
         from toolkit.planning.local import local_plan
 

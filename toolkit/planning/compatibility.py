@@ -185,15 +185,6 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
 
 
 def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
-    if profile.kind == "local":
-        yield refusal(
-            "sweep-elsewhere",
-            f"sweep: its points are one job array of Slurm, or an object each on Kubernetes, and "
-            f"profile {profile.name!r} is of another kind; submit them one by one: "
-            "`--set sweep=null` and the values of a point",
-            "sweep",
-        )
-        return
     if job.resources.elastic:
         yield refusal(
             "sweep-elastic",

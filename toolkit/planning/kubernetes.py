@@ -8,7 +8,6 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Patch, Workload
 from toolkit.job.spec import JobSpec, Secret
-from toolkit.job.sweep import Point
 from toolkit.planning import plans, pods
 from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
@@ -92,9 +91,6 @@ class KubernetesPlan(plans.LaunchPlan):
 
     from_labels: Mapping[str, str] = field(default_factory=dict)
     """Variables whose value is a label of the pod, and that label."""
-
-    points: tuple[Point, ...] = ()
-    """The points of a sweep, each an object of its own; none without one."""
 
     parts: tuple["KubernetesPlan", ...] = ()
     """Their plans, in their order; none without a sweep."""

@@ -24,6 +24,14 @@ class LocalPlan(LaunchPlan):
     """The exit status by which another package's scheduler queues the script again."""
 
     @property
+    def at_once(self) -> tuple[str, ...]:
+        """Options by which the points of a sweep share this machine."""
+        need, sweep = self.job.resources, self.job.sweep
+        limit = [f"--most={sweep.max_running}"] if sweep and sweep.max_running else []
+        gpus = [f"--gpus={need.max_nodes * self.gpus_per_node}"] if self.gpus_per_node else []
+        return (f"--cores={need.max_nodes * need.cpus}", *gpus, *limit)
+
+    @property
     def watchdog(self) -> str:
         """The watchdog's limit; a local script has a watchdog also without restarts."""
         return super().watchdog or ("learned" if self.job.stall_timeout_s is None else "")
@@ -44,5 +52,6 @@ def local_plan(job: JobSpec, profile: LocalProfile) -> LocalPlan:
         torchrun=torchrun_options(job, numbered=True),
         env=environment(job, profile),
         secrets=job.secrets,
+        points=job.points,
         visible_devices=tuple(tuple(range(node * gpus, (node + 1) * gpus)) for node in nodes),
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import PlanError, Problem
 from toolkit.job.kubernetes_options import Patch
 from toolkit.job.spec import JobSpec, Notify, Secret
+from toolkit.job.sweep import Point
 from toolkit.job.types import ArgumentWord
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class LaunchPlan:
 
     notes: tuple[str, ...] = ()
     """Notes for the user that stop nothing."""
+
+    points: tuple[Point, ...] = ()
+    """The points of a sweep: tasks of an array, objects, or runs on this machine."""
 
     # The keys of the job that templates see.
     name = property(attrgetter("job.name"))
@@ -122,8 +126,9 @@ class LaunchPlan:
 
     @property
     def names_attempt(self) -> bool:
-        """Whether an argument names the attempt, which is known only where it runs."""
-        return name_attempt(self.entry)
+        """Whether an argument, of any point, names the attempt, which is known where it runs."""
+        words = (word for point in self.points for word in point.args)
+        return name_attempt(self.entry) or name_attempt(words)
 
     @property
     def takes_turns(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from toolkit.errors import PlanError, Problem
 from toolkit.job.sbatch_options import merged
 from toolkit.job.spec import JobSpec, Mount
-from toolkit.job.sweep import Point, Sweep
+from toolkit.job.sweep import Sweep
 from toolkit.planning import plans
 from toolkit.profile import SlurmProfile
 from toolkit.text.quantities import format_duration, slurm_megabytes, slurm_time
@@ -90,9 +90,6 @@ class SlurmPlan(plans.LaunchPlan):
     join_timeout_s: int = plans.RENDEZVOUS_TIMEOUT_S
     """How long nodes wait for each other."""
 
-    points: tuple[Point, ...] = ()
-    """The points of a sweep, each a task of the job array; none without one."""
-
     image: str | None = None
     """The container image as the site's runtime names it; None without containers."""
 
@@ -124,12 +121,6 @@ class SlurmPlan(plans.LaunchPlan):
         if not self.supervised:
             raise PlanError(f"a chain needs a supervisor; profile {self.profile.name!r} has none")
         return replace(self, chain=True)
-
-    @property
-    def names_attempt(self) -> bool:
-        """Whether an argument names the attempt, of any point."""
-        words = (word for point in self.points for word in point.args)
-        return super().names_attempt or plans.name_attempt(words)
 
     @property
     def unrequested(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from toolkit.planning.slurm import SlurmPlan, array_of
 from toolkit.profile import SlurmProfile
 from toolkit.rendering import render
 from toolkit.runs.records import provenance, registry, run_directory, submission_journal
+from toolkit.runs.records.points import has_points, write_points
 from toolkit.runs.records.run_secrets import require_secrets
 from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.runs.state import RunState, RunStatus
@@ -24,7 +25,7 @@ from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.site_check import site_findings
 from toolkit.slurm.snapshot import Snapshot, snapshot_file
 from toolkit.slurm.submission import SlurmJob, Submission, as_lines, find, send, write_jobs
-from toolkit.slurm.sweep import SlurmPoint, SlurmSweep, has_points, write_points
+from toolkit.slurm.sweep import SlurmPoint, SlurmSweep
 
 _SETTLED_S = 120.0
 """After this time no submission is under way: a job that Slurm has not received never arrives."""

@@ -1,11 +1,5 @@
-"""A sweep on Slurm: a job array; each task is a point with a run directory of its own.
+"""A sweep on Slurm: a job array; each task is a point with a run directory of its own."""
 
-The points stand in `points.jsonl` of the sweep's run directory, in the order of their tasks.
-"""
-
-import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,21 +7,16 @@ from functools import cached_property
 from pathlib import Path
 
 from toolkit.errors import LauncherError
-from toolkit.job.sweep import Point
 from toolkit.runs.records import run_directory
 from toolkit.runs.records.log_reader import LogView, follow_points
 from toolkit.runs.records.log_reader import read_points as read_lines_of
+from toolkit.runs.records.points import read_points, record_of_point
 from toolkit.runs.run import unfinished_of
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm.run import CONDITIONS, SlurmRun
 from toolkit.slurm.snapshot import Snapshot
 from toolkit.slurm.status import JobRow, status_of
 from toolkit.slurm.submission import SlurmJob, jobs_stamp
-from toolkit.text import untrusted
-
-_POINTS, _VERSION, _BYTES = "points.jsonl", 1, 64 << 20
-_NAME = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
-"""A point's name is that of its folder in the sweep's run directory."""
 
 
 class SlurmSweep(SlurmRun):
@@ -133,19 +122,10 @@ class SlurmPoint(SlurmRun):
     def __init__(
         self, sweep: SlurmSweep, index: int, folder: str, settings: Mapping[str, str | bool]
     ) -> None:
-        whole = sweep.record
-        assert whole.run_dir is not None
         self.sweep = sweep
         self.index = index
         self.settings = settings
-        record = replace(
-            whole,
-            uri=f"{whole.uri}_{index}",
-            name=f"{whole.name}/{folder}",
-            run_dir=whole.run_dir / folder,
-            remote_dir=whole.remote_dir and f"{whole.remote_dir}/{folder}",
-        )
-        super().__init__(record, sweep._login)
+        super().__init__(record_of_point(sweep.record, index, folder), sweep._login)
 
     @property
     def run_dir(self) -> Path:
@@ -223,56 +203,3 @@ class SlurmPoint(SlurmRun):
         """Return this point, if it has ended without success."""
         super().unfinished()
         return [self.index]
-
-
-def write_points(run_dir: Path, points: Sequence[Point]) -> None:
-    """Write which points a sweep has.
-
-    Raises:
-        LauncherError: they cannot be written.
-    """
-    lines = [
-        json.dumps(
-            {"version": _VERSION, "index": p.index, "name": p.name, "settings": dict(p.settings)}
-        )
-        for p in points
-    ]
-    try:
-        untrusted.write_bytes(run_dir / _POINTS, "".join(f"{line}\n" for line in lines).encode())
-    except OSError as error:
-        raise LauncherError(f"{run_dir} cannot be written: {error.strerror}") from error
-
-
-def has_points(run_dir: Path | None) -> bool:
-    """Whether a run is a sweep."""
-    path = f"{run_dir}/{_POINTS}"
-    return run_dir is not None and os.path.exists(path)  # noqa: PTH110  # for each of many runs
-
-
-def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]:
-    """Return name and settings of each point of a sweep; none where the run is none.
-
-    Raises:
-        LauncherError: one of them cannot be read: the points after it would be taken for others.
-    """
-    if run_dir is None or not has_points(run_dir):
-        return []
-    try:
-        lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
-        points = [_point(line) for line in lines if line]
-        if not points:  # a sweep has one at least
-            raise ValueError(_POINTS)
-        return points
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
-        raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
-
-
-def _point(line: bytes) -> tuple[str, dict[str, str | bool]]:
-    data = untrusted.mapping(untrusted.parse_json(line))
-    name, settings = data.get("name"), data.get("settings")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(settings, dict):
-        raise ValueError(line)
-    if not all(isinstance(value, str | bool) for value in settings.values()):
-        raise ValueError(line)
-    return name, settings

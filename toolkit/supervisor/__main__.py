@@ -20,6 +20,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     roles.required = True
     _add_local(roles.add_parser("local", help="one attempt on this machine"))
     _add_keep(roles.add_parser("keep", help="a run on this machine, by its script"))
+    _add_points(roles.add_parser("points", help="the points of a sweep on this machine"))
     _add_pod(roles.add_parser("pod", help="the first process of a pod"))
     _add_batch(roles.add_parser("batch", help="an attempt on Slurm, on its batch host"))
     _add_node(roles.add_parser("node", help="one node of a Slurm step"))
@@ -65,6 +66,15 @@ def _add_keep(role: argparse.ArgumentParser) -> None:
     )
     role.add_argument("--tied-to", type=int, help="stop when this parent ends")
     role.add_argument("--lock", type=int, help="the descriptor that holds the run's lock")
+
+
+def _add_points(role: argparse.ArgumentParser) -> None:
+    _add_keep(role)
+    role.add_argument("mode", nargs="?", default="", choices=["", "continue"])
+    role.add_argument("--point", dest="points", action="append", required=True, help="its folder")
+    role.add_argument("--most", type=int, help="so many at once; by default as many as fit")
+    role.add_argument("--cores", type=int, default=1, help="of a point")
+    role.add_argument("--gpus", type=int, default=0, help="of a point")
 
 
 def _add_pod(role: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def main(options: Options) -> int:
     # Before there is anything to stop, so that no request is lost.
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     if options.tied_to is not None:
-        _die_with_parent()
+        die_with_parent()
         if not parent_lives(options.tied_to):  # it ended before its signal was requested
             return 1
     if options.lock is not None and options.lock != SCRIPT_LOCK:
@@ -68,6 +68,8 @@ class _Keeper:
         """Run the script as long as it decides so; return its last exit status."""
         command = list(self.options.command)
         status = self._attempt(command)
+        if command[-1] == "continue":
+            command.pop()
         while self._is_there() and not self._told_to_end() and self._starts_again():
             status = self._attempt([*command, "restart"])
         # The script was killed, or refused to start.
@@ -90,7 +92,7 @@ class _Keeper:
         # With the lock: should this process be killed, the run has not ended before the script.
         locks = () if options.lock is None else (SCRIPT_LOCK,)
         script = subprocess.Popen(
-            command, env=dict(os.environ), preexec_fn=_die_with_parent, pass_fds=locks
+            command, env=dict(os.environ), preexec_fn=die_with_parent, pass_fds=locks
         )
         children.running.append(script)
         while children.look():
@@ -130,13 +132,14 @@ class _Keeper:
             file.write(text + "\n")
 
 
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the parent of this process ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _die_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _kill_descendants() -> None:

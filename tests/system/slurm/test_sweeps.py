@@ -21,12 +21,12 @@ from tests.support.slurm_site import Site
 from toolkit.api import open_run
 from toolkit.cli.summary import summary_lines, summary_of
 from toolkit.job.spec import JobSpec
+from toolkit.runs.records.points import write_points
 from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.state import RunStatus
 from toolkit.slurm import SlurmLauncher
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.submission import SlurmJob, write_jobs
-from toolkit.slurm.sweep import write_points
 
 # ---- Points
 
@@ -143,12 +143,6 @@ def test_what_one_point_cannot_do_is_refused_by_its_number() -> None:
     with pytest.raises(toolkit.PlanError, match=r"point 1: args\[1\] holds what looks") as refused:
         toolkit.plan(spec, toolkit.SlurmProfile(name="s"))
     assert "hunter2" not in str(refused.value)
-
-
-def test_this_machine_refuses_a_sweep_and_says_what_to_do() -> None:
-    spec = job(image="i", sweep={"grid": {"--a": [1, 2]}})
-    with pytest.raises(toolkit.PlanError, match="--set sweep=null"):
-        toolkit.plan(spec, toolkit.LocalProfile(name="here"))
 
 
 # ---- The script

@@ -95,7 +95,6 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{KUBERNETES}master: true\npod_security: baseline\n",
         4,
     ),
-    "sweep-elsewhere": ("sweep: {list: [{env.A: a}]}\n", LOCAL, 4),
     "sweep-elastic": (
         "sweep: {list: [{env.A: a}]}\nresources: {nnodes: {min: 1, max: 2}}\n"
         "retries: {in_job: 1}\n",

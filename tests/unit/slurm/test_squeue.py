@@ -15,7 +15,7 @@ import toolkit
 from tests.support.asked_slurm import JOBS, Slurm, User, counted, fake_squeue, shown
 from tests.support.run_records import remember
 from toolkit.cli.summary import rows_of
-from toolkit.local.launcher import LocalRun
+from toolkit.local.run import LocalRun
 from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm.commands import Command, ask_jobs, ask_mine, ask_places, run_command
 from toolkit.slurm.login.ssh import SshConnection

@@ -10,10 +10,7 @@ import errno
 import fcntl
 import os
 import struct
-from pathlib import Path
 from typing import IO
-
-from toolkit.text.own_files import create
 
 NAME = "running.lock"
 """The file, in the run directory."""
@@ -25,21 +22,26 @@ _SET, _ASK = (getattr(fcntl, name, -1) for name in ("F_OFD_SETLK", "F_OFD_GETLK"
 _FLOCK = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; 0 bytes are the whole file
 
 
-def hold(run_dir: Path) -> IO[bytes]:
+def hold(run_dir: str, again: bool = False) -> IO[bytes]:
     """Make the lock of a new run, and hold it until the file is closed by all who have it.
 
     The bytes for a process id are on the disk when this returns: from then on nothing may fail.
 
+    Args:
+        run_dir: The run directory.
+        again: Whether the run may have a lock of before.
+
     Raises:
-        OSError: the file exists already, or cannot be written.
+        OSError: the file exists already, or is held, or cannot be written.
     """
-    file = create(run_dir / NAME)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if again else os.O_EXCL)
+    file = os.fdopen(os.open(os.path.join(run_dir, NAME), flags, 0o644), "wb+", buffering=0)
     try:
         fcntl.fcntl(file, _SET, struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.pwrite(file.fileno(), NO_PID.encode(), 0)
     return file
 

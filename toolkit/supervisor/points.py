@@ -1,0 +1,177 @@
+"""The points of a sweep on this machine: each is a run that `keep` keeps, as many at once as fit.
+
+Each of those that run at the same time has GPUs of its own.
+"""
+
+import contextlib
+import glob
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import IO, Dict, List, NamedTuple, Optional, Sequence
+
+from . import run_lock
+from .attempt import folder_of, next_number
+from .evidence.files import read
+from .keeper import die_with_parent
+from .process import POLL_S, Signals, parent_lives, status_of
+
+CANCEL = "cancel_requested"
+_END_S = 5.0
+"""So long a supervisor may take to end when its last point has."""
+
+LAUNCHER_LOG = "logs/launcher.log"
+"""What the script of a run prints itself, such as a refusal to start."""
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    run_dir: str
+    mode: str
+    """`continue` for the points that have not succeeded; empty for a new sweep."""
+    command: Sequence[str]
+    """The script; a point's folder follows, and the mode."""
+    points: Sequence[str]
+    """Their names, which are those of their folders."""
+    most: Optional[int]
+    """How many may run at once; as many as fit where it is None."""
+    cores: int
+    gpus: int
+    """What one point needs."""
+    stop_timeout_s: float
+    time_limit_s: float
+    """Those of each point."""
+    tied_to: Optional[int]
+    """The parent, if the sweep ends with it."""
+    lock: Optional[int]
+    """The file descriptor that holds the sweep's lock; None where nobody holds it yet."""
+
+
+def main(options: Options) -> int:
+    """Run all points; return the exit status of the first that failed."""
+    os.umask(os.umask(0) | 0o022)
+    options = options._replace(run_dir=os.path.abspath(options.run_dir))
+    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    if options.tied_to is not None:
+        die_with_parent()
+        if not parent_lives(options.tied_to):
+            return 1
+    with contextlib.ExitStack() as held:
+        if options.lock is None:  # a script that was started by hand
+            os.makedirs(options.run_dir, exist_ok=True)
+            lock = _hold(options.run_dir)
+            if lock is None:
+                print(f"{options.run_dir}: its points run already", file=sys.stderr)
+                return 1
+            run_lock.note_pid(held.enter_context(lock), os.getpid())
+        return _Sweep(options, signals).run()
+
+
+def gpus_here() -> List[str]:
+    """Return the NVIDIA GPUs that there are for us, without loading torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen:
+        return chosen.split(",")
+    found = [path[len("/dev/nvidia") :] for path in glob.glob("/dev/nvidia[0-9]*")]
+    return sorted((number for number in found if number.isdecimal()), key=int)
+
+
+def count_gpus() -> int:
+    """Return how many these are."""
+    return len(gpus_here())
+
+
+def at_once(options: Options, gpus: int) -> int:
+    """Return how many points run at the same time: one at least."""
+    fit = [len(options.points)]
+    if options.cores:
+        has = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        fit.append((has or 1) // options.cores)
+    if options.gpus:
+        fit.append(gpus // options.gpus)
+    if options.most is not None:
+        fit.append(options.most)
+    return max(1, min(fit))
+
+
+def _hold(run_dir: str) -> Optional[IO[bytes]]:
+    """Hold the lock of a sweep; None while another process does, unless that is about to end."""
+    until = time.monotonic() + _END_S
+    while True:
+        try:
+            return run_lock.hold(run_dir, again=True)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return None
+        time.sleep(POLL_S)
+
+
+class _Sweep:
+    def __init__(self, options: Options, signals: Signals) -> None:
+        self.options, self.signals = options, signals
+        self.gpus = gpus_here()
+        self.running: Dict[int, subprocess.Popen[bytes]] = {}
+        """Who keeps a point, by its share of the machine."""
+
+    def run(self) -> int:
+        """Start the points one after the other as there is room; a signal stops them all."""
+        options, status, ending = self.options, 0, False
+        waiting = [name for name in options.points if not self._has_ended(name)]
+        shares = range(at_once(options, len(self.gpus)))
+        while self.running or (waiting and not ending):
+            for share, process in list(self.running.items()):
+                if process.poll() is not None:
+                    del self.running[share]
+                    status = status or status_of(process.returncode)
+            if any(self.signals.take()) and not ending:
+                ending = True
+                for process in self.running.values():
+                    process.terminate()
+            for share in shares:
+                if waiting and not ending and share not in self.running:
+                    self._start(waiting.pop(0), share)
+            self.signals.wait(POLL_S)
+        return status or int(ending)
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether a point has nothing left to do; who continues takes a cancellation back."""
+        folder = os.path.join(self.options.run_dir, name)
+        if self.options.mode != "continue":
+            return os.path.exists(os.path.join(folder, CANCEL))
+        for place in (self.options.run_dir, folder):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(place, CANCEL))
+        last = folder_of(folder, max(next_number(folder) - 1, 0))
+        return read(os.path.join(last, "exit_status"), 100).strip() == "0"
+
+    def _start(self, name: str, share: int) -> None:
+        options, folder = self.options, os.path.join(self.options.run_dir, name)
+        if options.mode != "continue" and os.path.exists(os.path.join(folder, CANCEL)):
+            return  # while it waited
+        os.makedirs(os.path.join(folder, "logs"), exist_ok=True)
+        environ = dict(os.environ)
+        if options.gpus:
+            own = self.gpus[share * options.gpus : (share + 1) * options.gpus]
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        with run_lock.hold(folder, again=True) as lock, open(
+            os.path.join(folder, LAUNCHER_LOG), "ab"
+        ) as log:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-Ium", "toolkit.supervisor", "keep", folder),
+                    *(f"--stop-timeout={options.stop_timeout_s}", f"--lock={lock.fileno()}"),
+                    *(f"--time-limit={options.time_limit_s}", f"--tied-to={os.getpid()}", "--"),
+                    *(*options.command, folder, *filter(None, [options.mode])),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+                env=environ,
+            )
+            run_lock.note_pid(lock, process.pid)
+        self.running[share] = process
