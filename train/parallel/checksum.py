@@ -20,6 +20,8 @@ FACTORS = 2**12
 ODD = 0x1E3779B97F4A7C15
 SMALL_BYTES = 2**17
 """Up to which a copy takes less time than calls for each tensor."""
+DOT_BYTES = 2**20
+"""Up to which, on a CPU, each word of a copy has a factor of its own: one call sums it up."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -89,13 +91,15 @@ class Summands:
         for number in sorted(range(len(pairs)), key=lambda n: -owns[n].itemsize):
             if number not in self._large:
                 together.setdefault(owns[number].device, []).append(number)
-        self._copies, self._factors = [], [_factors(at) for at in together]
+        self._copies, self._factors = [], []
         for at, numbers in together.items():
             size = sum(self._flats[number].numel() for number in numbers)
             # Whole rows take the fewest calls.
-            room = size if size < WORD * FACTORS else -(-size // (WORD * FACTORS)) * WORD * FACTORS
+            row = WORD if size <= DOT_BYTES and at.type == "cpu" else WORD * FACTORS
+            room = size if size < row else -(-size // row) * row
             whole = torch.zeros(room, dtype=torch.uint8, device=at)
             self._copies.append((whole, whole[:size], numbers))
+            self._factors.append(_factors(at, room // WORD if row == WORD else FACTORS))
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -120,6 +124,8 @@ def _sum(content: Tensor, factors: Tensor) -> Tensor:
     count, rest = divmod(size, WORD)
     rows = count // FACTORS
     words = (content if rest == 0 else content[: size - rest]).view(torch.int64)
+    if count == factors.numel() and rest == 0 and content.device.type == "cpu":
+        return torch.dot(words, factors)
     sums = []
     if rows:
         whole = words if rows * FACTORS == count else words[: rows * FACTORS]
@@ -132,8 +138,8 @@ def _sum(content: Tensor, factors: Tensor) -> Tensor:
     return (sums[0] if len(sums) == 1 else torch.cat(sums)).sum()
 
 
-def _factors(device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern. Shape [FACTORS], int64."""
-    places = torch.arange(1, FACTORS + 1, device=device) * ODD
+def _factors(device: torch.device, count: int = FACTORS) -> Tensor:
+    """Return odd numbers without a pattern. Shape [count], int64."""
+    places = torch.arange(1, count + 1, device=device) * ODD
     places = (places ^ places >> 29) * ODD
     return places ^ places >> 32 | 1

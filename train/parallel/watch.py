@@ -3,7 +3,8 @@
 A layer that is trained on one rank only, a counter of a rank's own samples, a bit that a device has
 flipped: none of it raises an error, and a checkpoint takes each tensor from some rank. So ranks
 compare checksums of all that several of them hold, before each checkpoint and every so many steps:
-parameters, saved buffers, and what the step depends on; at a checkpoint, the optimizer's state too.
+parameters, saved buffers, and what the step depends on; at a checkpoint, the optimizer's state too,
+unless it was compared a moment ago.
 
 Each rank sums up all tensors that the same ranks hold, where they lie (see `checksum`). Nothing is
 exchanged for it: the digits of the sum and their squares travel with what ranks add up anyway,
@@ -16,7 +17,6 @@ numbers, since each rank computes them anew and a GPU need not add in the same o
 same along all ranks, where these have different processors.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -40,6 +40,8 @@ SHARE = 0.0001
 find cold caches, or a processor at work."""
 UNKNOWN = 32
 """Steps between two comparisons before their cost is known; the first does what is done once."""
+SELDOM = 4
+"""So many times as many steps pass before the optimizer's state, which is larger, is compared."""
 DIGIT_BITS = 16
 """Of a number that is compared: sums of its digits' squares are exact up to 2**21 ranks."""
 SHIFTS = range(0, 8 * WORD, DIGIT_BITS)
@@ -56,6 +58,9 @@ class Watch:
     ) -> None:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
+        # Of a parameter server, only it knows what the next step's loss is scaled by.
+        served = strategy.parts.config.strategy_on(self._group.rank_info) == "ps"
+        self._compares_scale = scaler.enabled and not served
         # Of what model() has made.
         self._names = frozenset(strategy.model_state())
         self._plans: dict[bool, _Plan | None] = {}
@@ -65,6 +70,8 @@ class Watch:
         self._interval = 0
         self._started, self._last = 0.0, 0
         self._next: float = 1 if self._group.rank_info.world_size > 1 else math.inf
+        # From which step on a checkpoint compares the optimizer's state.
+        self._next_moments = 0.0
 
     def due(self, step: int) -> bool:
         """Whether the step after this one compares what ranks hold now."""
@@ -81,15 +88,18 @@ class Watch:
         Args:
             progress: where the run is.
             model: the strategy's `model_state()`, if it is at hand.
-            moments: the optimizer's state, if it is to be compared, too.
+            moments: the optimizer's state, if it is to be compared, too, where it is time.
         """
         if self._group.rank_info.world_size == 1 or not self._group.connected:
             return []
         started = time.perf_counter()
         model = self._strategy.model_state() if model is None else model
-        everything, moments = moments is not None, moments or {}
+        everything = moments is not None and progress.step >= self._next_moments
+        moments = moments or {} if everything else {}
         tensors, names = [*model.values(), *moments.values()], [*model, *moments]
-        position = [progress.step, progress.samples_seen, *self._scale()]
+        position: list[float] = [progress.step, progress.samples_seen]
+        if self._compares_scale:
+            position += self._scaler.state().values()
         plan = self._plans.get(everything)
         if made := plan is None:
             plan = self._plans[everything] = _Plan(self._strategy, model, moments)
@@ -130,6 +140,8 @@ class Watch:
         # The mean of what ranks would choose: the same on all of them.
         mean = interval / self._group.rank_info.world_size
         self._next = self._last + (math.ceil(mean) or UNKNOWN)
+        if everything:
+            self._next_moments = self._last + SELDOM * (self._next - self._last)
 
     def other_names(self, model: Mapping[str, Tensor]) -> list[str]:
         """Name what has come to this rank's model, or gone, since `model()` has made it."""
@@ -152,13 +164,8 @@ class Watch:
 
     def compare(self, progress: "TrainingProgress") -> None:
         """Make sure that replicas are equal in everything, by an exchange of its own."""
+        self._next_moments = 0.0
         self.check(self._group.sum(self.numbers(progress, moments=self._optimizer.tensors())))
-
-    def _scale(self) -> Sequence[float]:
-        """Return what the next step's loss is scaled by; of a parameter server, only it knows."""
-        ranks = self._group.rank_info
-        served = self._strategy.parts.config.strategy_on(ranks) == "ps"
-        return [] if served else [*self._scaler.state().values()]
 
     def _refuse(self, plan: "_Plan", position: Sequence[float]) -> None:
         step = self._last
@@ -239,12 +246,11 @@ class _Plan:
 
     def numbers(self, tensors: Sequence[Tensor] | None, position: Sequence[float]) -> list[float]:
         """Return the digits of each set's sum, and their squares; None: of nothing."""
-        digest = hashlib.sha256(repr(position).encode()).digest()
         sums = [
             summands.sum([tensors[number] for number in numbers]) if tensors and numbers else 0
             for summands, numbers in zip(self._summands, self._numbers, strict=True)
         ]
-        sums.append(int.from_bytes(digest[:WORD], "big"))
+        sums.append(hash(tuple(position)) % 2 ** (8 * WORD))  # of numbers, the same on all ranks
         digits = [one >> shift & (1 << DIGIT_BITS) - 1 for one in sums for shift in SHIFTS]
         return [*digits, *(digit * digit for digit in digits)]
 

@@ -100,6 +100,26 @@ def test_the_state_of_the_optimizer_and_the_position_are_compared_too(tmp_path: 
         assert "the position in the run, or the scale of losses on rank 0, 1;" in position
 
 
+def compared_seldom(rank: int, root: Path) -> list[str]:
+    """Checkpoints of a moment that is off, soon after one that was sound, and later."""
+    trainer = trainer_for(rank, 2, root, **{**COMMON, "strategy": "ddp"})
+    trainer.resume()
+    trainer.train_step()
+    found = [caught(trainer, save=True)]
+    if rank == 1:
+        trainer.optimizer.tensors()["last.weight/exp_avg"].view(torch.int64)[0, 0] ^= 1
+    for step in (2, trainer.saver.watch._next_moments):
+        trainer.progress.step = int(step)
+        found.append(caught(trainer, save=True))
+    return found
+
+
+def test_the_state_of_the_optimizer_is_compared_as_seldom_as_its_cost_asks(tmp_path: Path) -> None:
+    for sound, soon, later in on_ranks(2, compared_seldom, tmp_path):
+        assert (sound, soon) == ("", "")
+        assert "optimizer state last.weight/exp_avg on rank 0, 1;" in later
+
+
 def compared_in_steps(rank: int, root: Path) -> list[object]:
     """A bit that flips while a run trains, and a state that one stage alone has from then on."""
     trainer = trainer_for(rank, 2, root / "ddp", **{**COMMON, "strategy": "ddp"})
@@ -122,6 +142,7 @@ def compared_in_steps(rank: int, root: Path) -> list[object]:
         *_, parameter = staged.strategy.named_parameters()
         staged.optimizer._optimizer.state[parameter[1]]["later"] = torch.ones(1)
     staged.train_step()
+    staged.saver.watch._next_moments = 0
     return [*found, caught(staged, save=True), caught(staged, save=False)]
 
 
