@@ -72,6 +72,19 @@ def test_a_notebook_runs_and_shows_what_is_committed(path: Path, patience: Confi
     assert shown(notebook) == shown(read(path))
 
 
+@pytest.mark.slow
+def test_the_quickstart_runs_without_slurm_and_without_a_checkout(
+    tmp_path: Path, patience: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    notebook = read(ROOT / "notebooks/quickstart.ipynb")
+    folder = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, resources=folder, config=patience).execute()
+    *_, submitted, called = (cell for cell in notebook.cells if cell.cell_type == "code")
+    assert submitted.outputs[-1].text.startswith("Nothing is submitted: ")
+    assert called.outputs[-1].text == "No function is sent.\n"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_committed_as_it_ran_from_top_to_bottom(path: Path) -> None:
     cells = [c for c in read(path).cells if c.cell_type == "code"]

@@ -23,12 +23,25 @@ from toolkit.errors import InputError, PlanError
 @TO
 @CHAIN
 @click.option("--plain", is_flag=True, help="For reading: with the supervisor's sources as text.")
-def render(job: Path, overrides: tuple[str, ...], to: str, chain: int, plain: bool) -> None:
+@click.option("--explain", is_flag=True, help="For reading: each line after its keys.")
+def render(
+    job: Path, overrides: tuple[str, ...], to: str, chain: int, plain: bool, explain: bool
+) -> None:
     """Print the whole script or manifest, and do nothing else.
 
     At a terminal, a comment replaces the supervisor inside the text.
     """
     made = _planned(job, overrides, to)
+    if explain:
+        from toolkit.origins import origins
+
+        lines = [
+            (", ".join(keys[:2]) + (f" and {len(keys) - 2} more" if keys[2:] else ""), line)
+            for line, keys in origins(made.job, made.profile)
+        ]
+        width = max(len(keys) for keys, _ in lines)
+        output.write("".join(f"{keys:<{width}} | {line}\n" for keys, line in lines))
+        return
     from toolkit.rendering import payload
 
     text = toolkit.render(made.in_turns() if chain > 1 else made)

@@ -342,7 +342,7 @@ class JobSpec(FrozenModel):
     """Settings that only Kubernetes uses."""
 
     sweep: Sweep | None = None
-    """Many runs of this job with different arguments or variables; on Slurm and Kubernetes."""
+    """Many runs of this job with different arguments or variables."""
 
     after: After = ()
     """Runs on the same cluster to wait for; on Slurm. A name alone means: it must succeed."""

@@ -65,7 +65,7 @@ Settings = Annotated[dict[Key, Value], types.Checked(_no_switch)]
 
 
 class Sweep(types.FrozenModel):
-    """Many runs of one job, as one job array; see [sweeps](../how-to/sweeps.md)."""
+    """Many runs of one job: an array on Slurm; see [sweeps](../how-to/sweeps.md)."""
 
     grid: Axes = Field(default={})
     """Lists of values for `--OPTION` of `args` or `env.NAME`. Every combination is a point, and the
@@ -116,7 +116,7 @@ class Point:
     """One run of a sweep."""
 
     index: int
-    """The number of the point, from 0; it is Slurm's array task."""
+    """The number of the point, from 0; on Slurm that of its array task."""
 
     name: str
     """The name of the point and of its folder in the run directory: `0003-lr=0.01-seed=2`."""
