@@ -22,7 +22,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "nproc_per_node 2 exceeds gpus_per_node 1; ",
     ),
     "nodes": ("resources: {nnodes: 5000}", "5000 simulated nodes with 1 workers or GPUs each"),
-    "sweep": ("sweep: {grid: {env.A: [a, b]}}", "sweep: its points are one job array of Slurm"),
     "switch": ("args: [--x, 1]\nsweep: {grid: {--x: [true, false]}}", "--x is true or false in"),
     "twice": ("sweep: {grid: {--x: [a, a]}}", "points 0 and 1 set the same; leave one out"),
     "script": ("module: null\nscript: nowhere.py", "script: there is no file 'nowhere.py' in '"),
