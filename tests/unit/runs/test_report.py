@@ -1,6 +1,7 @@
 """What stands in a report, whoever has written the run directory. Browsers: tests/system."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -195,6 +196,48 @@ def test_a_run_that_has_left_nothing_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "its run directory cannot be seen from here" in page.text
 
 
+def test_a_page_says_what_was_started_how_it_went_and_what_came_last(tmp_path: Path) -> None:
+    train(tmp_path, steps=15)
+    (tmp_path / "job.yaml").write_text("name: j\nmodule: train\nargs: [--text, a b, --lr, '0.1']\n")
+    log = tmp_path / "logs/attempt-0/node-0.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(f"[rank 0] line {n}\n" for n in range(100_000)))
+    page = _Page(ended(run_at(tmp_path)).report().html)
+    assert "python -m train --text 'a b' --lr 0.1" in page.text
+    assert re.search(r"after [^,]+, at step 15 of 15", page.text)
+    lines = [line for line in page.text.splitlines() if line.startswith("[rank 0] line ")]
+    assert lines == [f"[rank 0] line {n}" for n in range(99_980, 100_000)]
+
+
+def test_the_page_of_a_point_shows_its_own_arguments_and_variables(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "name: j\nscript: a.py\nargs: [--lr, '1']\n"
+        "sweep: {grid: {--lr: ['1', '2'], env.SEED: ['0', '1']}}\n"
+    )
+    folder = tmp_path / "0003-lr=2-seed=1"
+    train(folder)
+    point = ended(run_at(folder, name="sweep/0003-lr=2-seed=1"))
+    point.settings = {"--lr": "2", "env.SEED": "1"}
+    assert "SEED=1 a.py --lr 2" in _Page(point.report().html).text
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [("test_accuracy", [2, 0, 1]), ("test_loss", [1, 0, 2]), ("other", [0, 1, 2])],
+)
+def test_the_best_run_comes_first_and_one_without_the_measure_last(
+    tmp_path: Path, name: str, best: list[int]
+) -> None:
+    runs: list[Run] = []
+    for number, value in enumerate((0.5, 0.25, 0.75, math.nan)):
+        rows = [{"step": 1, "time": 11.0, "loss": 1.0}]
+        rows[0] |= {} if math.isnan(value) else {name: value}
+        record(tmp_path / str(number), "metrics.jsonl", *rows)
+        runs.append(ended(run_at(tmp_path / str(number), name=f"run-{number}")))
+    data = json.loads(_Page(toolkit.report(runs).html).data)
+    assert [run["name"] for run in data["runs"]] == [f"run-{n}" for n in [*best, 3]]
+
+
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     runs: list[Run] = []
     for number, lr in enumerate(("0.1", "0.01")):
@@ -207,7 +250,13 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     page = _Page(made.html)
     assert made.title == "2 runs"
     axes = {axis["name"]: axis["values"] for axis in json.loads(page.data)["axes"]}
-    assert axes == {"--lr": ["0.1", "0.01"], "--seed": ["0", "1"], "loss": ["0.1", "0.09090909"]}
+    # The best one first.
+    assert axes == {"--lr": ["0.01", "0.1"], "--seed": ["1", "0"], "loss": ["0.09090909", "0.1"]}
+    assert [run["name"] for run in json.loads(page.data)["runs"]] == [
+        "lr=0.01 seed=1",
+        "lr=0.1 seed=0",
+    ]
+    assert "2 runs: 2 SUCCEEDED. By loss, lowest first." in page.text
     assert [t[1]["data-run"] for t in page.tags if "data-run" in t[1]] == ["0", "1"]
     assert "same" not in page.text
 
@@ -224,7 +273,7 @@ def test_a_sweep_is_the_comparison_of_its_points(tmp_path: Path) -> None:
 
     page = _Page(Sweep(run_at(tmp_path).record).report().html)
     data = json.loads(page.data)
-    assert [run["name"] for run in data["runs"]] == ["0", "1", "2"]
+    assert [run["name"] for run in data["runs"]] == ["lr=0", "lr=1", "lr=2"]
     assert data["axes"][0] == {"name": "--lr", "values": ["0", "1", "2"]}
 
 

@@ -9,8 +9,10 @@ import contextlib
 import html
 import itertools
 import json
+import math
 import os
 import secrets
+import shlex
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,17 +21,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from toolkit import __version__
 from toolkit.errors import InputError, LauncherError
+from toolkit.job.spec import JobSpec
 from toolkit.rendering import page_environment, template_text
 from toolkit.runs.evidence.rank_waits import RankWaits, mean_waits, waits_in
 from toolkit.runs.evidence.restarts import Restart, in_words
 from toolkit.runs.evidence.stacks import Stall, stalls_of, steps_left_out
 from toolkit.runs.records import run_directory
-from toolkit.runs.records.log_reader import attempt_folders, nodes_of
+from toolkit.runs.records.log_reader import (
+    LogFilter,
+    LogView,
+    attempt_folders,
+    attempt_numbers,
+    attempt_spans,
+    end_of,
+    nodes_of,
+)
 from toolkit.runs.records.provenance import origin_lines, origin_of
 from toolkit.runs.records.run_secrets import mask_of
-from toolkit.runs.state import RunState, RunStatus
+from toolkit.runs.state import RunState, RunStatus, sum_of
 from toolkit.runs.views.curves import Curve, Start, curves_and_starts
 from toolkit.runs.views.goodput import BUCKETS, Goodput, Price, goodput_of
 from toolkit.text import secret_scan, untrusted
@@ -74,6 +87,15 @@ _RECORDED = ("events.jsonl", "metrics.jsonl", "outcome.json")
 
 _FIRST = ("loss", "test_loss", "test_accuracy", "accuracy", "lr", "samples_per_s")
 """Which curves come first."""
+
+_BEST = (("test_accuracy", -1), ("accuracy", -1), ("test_loss", 1), ("loss", 1))
+"""By what runs are compared, and whether the highest (-1) or the lowest value is the best."""
+
+_LOG_LINES, _LOG_BYTES = 20, 1 << 16
+"""How much is shown of the end of the log."""
+
+_MOST_IN_LABEL = 3
+"""Settings in the label of a run that is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,26 +185,43 @@ def report(runs: "Sequence[Run]") -> Report:
         raise InputError(f"{len(parts)} runs; a report is of 1 to {_MOST_RUNS}", place="report")
     statuses = _statuses(runs)
     facts = [_facts(part, status) for part, status in zip(parts, statuses, strict=True)]
+    order = _order_of(facts)
     title = runs[0].name if len(runs) == 1 else f"{len(parts)} runs"
     names = sorted({name for one in facts for name in one.curves}, key=_place_of)
-    comparison = _comparison(facts, names) if len(facts) > 1 else None
+    comparison = _comparison(facts, names, order) if len(facts) > 1 else None
     most_starts = max(_MOST_STARTS // len(facts), _FEWEST_STARTS)
     values = {
         "title": title,
         "mark": MARK,
         "version": __version__,
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [_shown(one, most_starts) for one in facts],
+        "runs": [_shown(one, most_starts, alone=len(facts) == 1) for one in facts],
         "charts": [_chart(name, facts) for name in names],
         "buckets": _buckets(facts),
         "comparison": comparison,
         "single": _details(facts[0]) if len(facts) == 1 else None,
-        "data": _script_json(_data(facts, names, most_starts) | {"axes": _axes(facts, comparison)}),
+        "data": _script_json(
+            _data(facts, names, most_starts, comparison) | {"axes": _axes(facts, comparison)}
+        ),
         "styles": _parts("uplot/uPlot.min.css", "report.css"),
         "scripts": _parts("uplot/uPlot.iife.min.js", "report.js"),
     }
     page = page_environment().get_template("report/report.html.j2").render(values)
     return Report(title=title, html=page)
+
+
+def _order_of(facts: list[_Facts]) -> str:
+    """Put the best run first, by the first measure that one has; return which that is."""
+    for name, sign in _BEST:
+        if any(name in one.last for one in facts):
+            facts.sort(key=lambda one: _rank(one.last.get(name), sign))
+            return f"{name}, {'lowest' if sign > 0 else 'highest'} first"
+    return ""
+
+
+def _rank(value: float | None, sign: int) -> tuple[bool, float]:
+    unknown = value is None or math.isnan(value)
+    return unknown, 0.0 if value is None or unknown else sign * value
 
 
 def _parts(*names: str) -> str:
@@ -230,7 +269,7 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
     return facts
 
 
-def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
+def _shown(facts: _Facts, most_starts: int, *, alone: bool) -> dict[str, Any]:
     """Return the head of a run: what `toolkit status` says, and its timeline."""
     run, goodput = facts.run, facts.goodput
     mask = mask_of(run.run_dir)
@@ -239,11 +278,11 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
         step = goodput.step
     created = datetime.fromtimestamp(run.record.created).astimezone()
     return {
-        "name": run.name,
+        "name": run.name if alone else run.name.rpartition("/")[2],
         "uri": run.uri,
         "state": facts.status.state.upper(),
         "reason": mask.hide(facts.status.reason),
-        "after": in_words(facts.restarts),
+        "sentence": mask.hide(_sentence(facts, step)),
         "created": created.isoformat(sep=" ", timespec="seconds"),
         "run_dir": str(run.run_dir) if run.run_dir else "",
         "step": step,
@@ -259,6 +298,15 @@ def _shown(facts: _Facts, most_starts: int) -> dict[str, Any]:
         "more_rows": max(goodput.starts - most_starts, 0) if goodput else 0,
         "missing": [mask.hide(text) for text in facts.missing],
     }
+
+
+def _sentence(facts: _Facts, step: int | None) -> str:
+    """Say after the state of a run how far it is, why, and what has interrupted it."""
+    took = f"after {rounded_duration(facts.goodput.elapsed_s)}" if facts.goodput else ""
+    in_all = f" of {facts.steps}" if facts.steps else ""
+    where = "" if step is None else f"at step {step}{in_all}"
+    parts = [", ".join(filter(None, [took, where])), facts.status.reason, in_words(facts.restarts)]
+    return "; ".join(filter(None, parts))
 
 
 def _hours(seconds: float | None) -> str:
@@ -334,7 +382,7 @@ def _chart(name: str, facts: Sequence[_Facts]) -> dict[str, Any]:
     return {"name": name, "said": said}
 
 
-def _comparison(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]:
+def _comparison(facts: Sequence[_Facts], names: Sequence[str], order: str) -> dict[str, Any]:
     """Return how the runs differ: the settings with different values, and what came of them."""
     settings = [settings_of(one.run) for one in facts]
     keys = list(dict.fromkeys(key for one in settings for key in one))
@@ -346,6 +394,8 @@ def _comparison(facts: Sequence[_Facts], names: Sequence[str]) -> dict[str, Any]
         "settings": shown,
         "more": len(differing) - len(shown),
         "rows": [[one.get(key, "") for key in shown] for one in settings],
+        "order": order,
+        "states": sum_of([one.status for one in facts]).reason.partition(":")[0],
         "results": [name for name in names if name != "lr"][:4],
     }
 
@@ -405,6 +455,8 @@ def _details(facts: _Facts) -> dict[str, Any]:
     """Return what a report of one run says beside its head."""
     run = facts.run
     return {
+        "command": _command(run),
+        "log": list(_last_lines(run)),
         "attempts": list(_attempts(run)),
         "marks": _marks(facts, _MOST_STARTS),
         "failures": list(_failures(run, facts)),
@@ -415,6 +467,39 @@ def _details(facts: _Facts) -> dict[str, Any]:
             {"name": name, "text": text} for name in _written(run) if (text := _text_of(run, name))
         ],
     }
+
+
+def _command(run: "Run") -> str:
+    """Return what torchrun starts, with its arguments; "" if no job file tells."""
+    text, point = _text_of(run, "job.yaml"), None
+    if not text and run.settings and run.run_dir is not None:
+        point = run.run_dir.name
+        text = _read(run.run_dir.parent, "job.yaml")
+    try:
+        job = JobSpec.model_validate(read_document(text, "job.yaml").data)
+    except (InputError, ValidationError):
+        return ""
+    own = next((one for one in job.points if one.name == point), None)
+    entry = [str(word) for word in (job.at(own) if own else job).entry]
+    words = ["python", *entry] if entry[0] == "-m" else entry[entry[0] == "--no-python" :]
+    variables = [f"{name}={value}" for name, value in (own.env if own else {}).items()]
+    return secret_scan.conceal(mask_of(run.run_dir).hide(shlex.join([*variables, *words])))
+
+
+def _last_lines(run: "Run") -> Iterator[str]:
+    """Yield the last lines of the newest attempt's log, where this machine sees it."""
+    if run.run_dir is None or not (numbers := attempt_numbers(run.run_dir)):
+        return
+    text = b""
+    for span in attempt_spans(run.run_dir, numbers[-1])[:1]:
+        with contextlib.suppress(OSError):
+            text = end_of(span, _LOG_BYTES)
+    lines = text.decode(errors="replace").splitlines()
+    begun = lines[1:] if len(text) == _LOG_BYTES else lines  # the first one may be torn
+    mask = mask_of(run.run_dir)
+    shown = LogFilter(LogView()).shown(begun, ended=True)
+    for line in deque(shown, maxlen=_LOG_LINES):
+        yield untrusted.shortened(mask.hide(line), _LINE)
 
 
 def _attempts(run: "Run") -> Iterator[dict[str, Any]]:
@@ -512,9 +597,10 @@ def _written(run: "Run") -> list[str]:
 
 def _text_of(run: "Run", name: str) -> str:
     """Return a file of the run directory, without secrets; "" if there is none."""
-    folder = run.run_dir
-    if folder is None:
-        return ""
+    return _read(run.run_dir, name) if run.run_dir else ""
+
+
+def _read(folder: Path, name: str) -> str:
     try:
         text = untrusted.read_text(folder / name, limit=_FILE_BYTES, below=folder)
     except OSError:
@@ -522,7 +608,25 @@ def _text_of(run: "Run", name: str) -> str:
     return secret_scan.conceal(mask_of(folder).hide(text))
 
 
-def _data(facts: Sequence[_Facts], names: Sequence[str], most_starts: int) -> dict[str, Any]:
+def _labels(facts: Sequence[_Facts], comparison: Mapping[str, Any] | None) -> list[str]:
+    """Return how runs are named beside curves: by what differs, if that is short and tells them."""
+    names = [one.run.name.rpartition("/")[2] for one in facts]
+    if comparison is None or not 0 < len(comparison["settings"]) <= _MOST_IN_LABEL:
+        return names
+    keys = [key.lstrip("-") for key in comparison["settings"]]
+    labels = [
+        " ".join(f"{key}={value}" for key, value in zip(keys, row, strict=True))
+        for row in comparison["rows"]
+    ]
+    return labels if len({*labels}) == len(labels) else names
+
+
+def _data(
+    facts: Sequence[_Facts],
+    names: Sequence[str],
+    most_starts: int,
+    comparison: Mapping[str, Any] | None,
+) -> dict[str, Any]:
     """Return what the page draws."""
     count = sum(len(one.curves) for one in facts)
     most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
@@ -530,7 +634,7 @@ def _data(facts: Sequence[_Facts], names: Sequence[str], most_starts: int) -> di
         "ranks": _rank_series(facts[0]) if len(facts) == 1 else None,
         "runs": [
             {
-                "name": one.run.name.rpartition("/")[2],
+                "name": label,
                 "curves": {
                     name: _points(one.curves[name].thinned(most), one.run.record.created)
                     for name in names
@@ -538,7 +642,7 @@ def _data(facts: Sequence[_Facts], names: Sequence[str], most_starts: int) -> di
                 },
                 "starts": _marks(one, most_starts),
             }
-            for one in facts
+            for one, label in zip(facts, _labels(facts, comparison), strict=True)
         ],
     }
 
