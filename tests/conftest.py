@@ -179,19 +179,20 @@ class Cluster:
         new.replace(conf)
         self.slurm("scontrol", "reconfigure")
 
-    def have_all_nodes(self, until: Until) -> None:
+    def have_all_nodes(self) -> None:
         """Wait until every node takes jobs again; name those that do not, and have them resume."""
+        deadline = time.monotonic() + PATIENCE_S
+        while lost := self._lost_nodes():
+            if time.monotonic() > deadline:
+                for line in lost:
+                    self._run("scontrol", "update", f"nodename={line.split()[0]}", "state=resume")
+                pytest.fail(f"nodes that take no jobs after this test: {', '.join(lost)}")
+            time.sleep(0.1)
 
-        def others() -> str:
-            shown = self.slurm("sinfo", "-h", "-N", "-o", "%N %t %E").splitlines()
-            lines = {line for line in shown if line.split()[1] not in ("idle", "mix", "alloc")}
-            return "\n".join(sorted(lines))
-
-        try:
-            until(lambda: not others(), "all nodes take jobs again", seen=others)
-        finally:
-            for line in others().splitlines():
-                self._run("scontrol", "update", f"nodename={line.split()[0]}", "state=resume")
+    def _lost_nodes(self) -> list[str]:
+        """Return name, state and reason of each node that is out of use."""
+        shown = {*self.slurm("sinfo", "-h", "-N", "-o", "%N %t %E").splitlines()}
+        return sorted(line for line in shown if line.split()[1] not in ("idle", "mix", "alloc"))
 
     def _run(self, *argv: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -209,11 +210,11 @@ def _without_slurm() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def all_nodes_take_jobs(request: pytest.FixtureRequest, until: Until) -> Iterator[None]:
+def all_nodes_take_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Insist that a test leaves the cluster as it was, since the next one may need every node."""
     yield
     if "cluster" in request.fixturenames:
-        request.getfixturevalue("cluster").have_all_nodes(until)
+        request.getfixturevalue("cluster").have_all_nodes()
 
 
 @pytest.fixture(scope="session")
