@@ -20,7 +20,7 @@ POINTS = ["0000-a=1", "0001-a=2", "0002-a=3", "0003-a=4"]
 SCRIPT = """
 cd "$1"; mkdir -p logs/attempt-0
 trap 'echo stopped >stopped; exit 3' TERM
-echo "${CUDA_VISIBLE_DEVICES-none} ${2-} ${3-}" >>begun
+echo "gpus=${CUDA_VISIBLE_DEVICES-} ${2-} ${3-}" >>begun
 until [ -e ../go ]; do sleep 0.05; done
 [ "${1##*/}" != 0001-a=2 ] || [ -e ../mended ] || exit 5
 echo 0 >logs/attempt-0/exit_status
@@ -115,8 +115,8 @@ def test_points_at_a_time_have_gpus_of_their_own(
     sweep.have_begun(*POINTS[:2])
     assert sweep.go() == 5
     used = [line.split()[0] for line in sweep.text("begun").values()]
-    assert used[:2] == ["3,4", "5,6"]
-    assert set(used) == {"3,4", "5,6"}
+    assert used[:2] == ["gpus=3,4", "gpus=5,6"]
+    assert set(used) == {"gpus=3,4", "gpus=5,6"}
 
 
 def test_a_signal_stops_those_that_run_and_starts_no_other(sweep: Sweep) -> None:
