@@ -55,7 +55,8 @@ def test_a_script_that_copies_the_file_has_steps_and_all_buckets_of_goodput(fold
     goodput = run.goodput()
     assert (goodput.steps, goodput.steps_again, goodput.starts, goodput.ranks) == (10, 3, 2, 2)
     seconds = goodput.seconds
-    assert seconds["productive"] == pytest.approx(sum(row["seconds"] for row in rows), rel=0.1)
+    # What a busy machine takes between two steps counts, too.
+    assert seconds["productive"] >= 0.9 * sum(row["seconds"] for row in rows)
     assert seconds["evaluation"] >= 0.4 and seconds["checkpoint"] >= 0.3
     assert seconds["setup"] >= 0.2 and seconds["start"] > 0 and seconds["lost work"] > 0
     assert sum(seconds.values()) == pytest.approx(goodput.elapsed_s)
