@@ -111,6 +111,9 @@ def until() -> Until:
 class Cluster:
     """The sandbox of this test session."""
 
+    used = False
+    """Whether a test has called a command on it."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = {**os.environ, "SANDBOX_DIR": str(folder)}
@@ -125,6 +128,7 @@ class Cluster:
 
     def __call__(self, *argv: str) -> str:
         """Run a command of the sandbox."""
+        self.used = True
         done = subprocess.run(
             [SANDBOX, *argv], env=self.environ, capture_output=True, text=True, check=False
         )
@@ -195,9 +199,14 @@ class Cluster:
         return sorted(line for line in shown if line.split()[1] not in ("idle", "mix", "alloc"))
 
     def _run(self, *argv: str) -> "subprocess.CompletedProcess[str]":
+        self.used = True
         return subprocess.run(
             argv, env=self.environ, capture_output=True, text=True, check=False, cwd=ROOT
         )
+
+
+started: list[Cluster] = []
+"""The cluster of this test session, once a test has needed it."""
 
 
 def _without_slurm() -> str | None:
@@ -210,13 +219,13 @@ def _without_slurm() -> str | None:
 
 
 @pytest.fixture(autouse=True)
-def all_nodes_take_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
+def all_nodes_take_jobs() -> Iterator[None]:
     """Insist that a test leaves the cluster as it was, since the next one may need every node."""
     yield
-    # Elsewhere, fixtures of this name are clusters of other kinds.
-    found = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
-    if isinstance(found, Cluster):
-        found.have_all_nodes()
+    for cluster in started:
+        if cluster.used:
+            cluster.have_all_nodes()
+            cluster.used = False
 
 
 @pytest.fixture(scope="session")
@@ -236,8 +245,10 @@ def cluster() -> Iterator[Cluster]:
         argv += ["--slurm", other]
     subprocess.run(argv, check=True)
     try:
-        yield Cluster(folder)
+        started.append(Cluster(folder))
+        yield started[0]
     finally:
+        started.clear()
         subprocess.run([SANDBOX, "down", "--dir", str(folder)], check=True)
         shutil.rmtree(folder)
 

@@ -28,7 +28,7 @@ for step in range(6 if again else 1, 11):
     if step == 5:
         with telemetry.during("checkpoint"):
             time.sleep(0.3)
-    if step == 8 and not again:
+    if step == 8 and not again and os.environ["RANK"] == "0":  # which records the steps
         sys.exit(1)
 with telemetry.during("evaluation"):
     time.sleep(0.4)
