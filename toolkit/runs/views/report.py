@@ -479,7 +479,7 @@ def _command(run: "Run") -> str:
         job = JobSpec.model_validate(read_document(text, "job.yaml").data)
     except (InputError, ValidationError):
         return ""
-    own = next((one for one in job.points if one.name == point), None)
+    own = next((one for one in (job.points if point else ()) if one.name == point), None)
     entry = [str(word) for word in (job.at(own) if own else job).entry]
     words = ["python", *entry] if entry[0] == "-m" else entry[entry[0] == "--no-python" :]
     variables = [f"{name}={value}" for name, value in (own.env if own else {}).items()]
