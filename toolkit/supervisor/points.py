@@ -132,7 +132,12 @@ class _Sweep:
                     process.terminate()
             for share in shares:
                 if waiting and not ending and share not in self.running:
-                    self._start(waiting.pop(0), share)
+                    name = waiting.pop(0)
+                    try:
+                        self._start(name, share)
+                    except OSError as error:  # of its folder; others may have room
+                        print(f"{name} cannot be started: {error}", file=sys.stderr)
+                        status = status or 1
             self.signals.wait(POLL_S)
         return status or int(ending)
 

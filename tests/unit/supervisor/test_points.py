@@ -79,7 +79,7 @@ class Sweep:
     def text(self, name: str) -> dict[str, str]:
         """Return a file of each point that has it."""
         found = {point: self.folder / point / name for point in POINTS}
-        return {point: path.read_text() for point, path in found.items() if path.exists()}
+        return {point: path.read_text() for point, path in found.items() if path.is_file()}
 
     def have_begun(self, *points: str) -> None:
         self._until(lambda: [*self.text("begun")] == [*points], f"{points} run")
@@ -142,6 +142,16 @@ def test_a_point_that_is_cancelled_while_it_waits_never_starts(sweep: Sweep) -> 
     (sweep.folder / POINTS[2] / "cancel_requested").touch()
     sweep.go()
     assert [*sweep.text("begun")] == [POINTS[0], POINTS[1], POINTS[3]]
+
+
+def test_a_point_that_cannot_be_started_keeps_no_other_from_it(sweep: Sweep) -> None:
+    sweep.folder.mkdir()
+    (sweep.folder / POINTS[0]).write_text("a file where its folder is to be")
+    sweep.start("--most=1")
+    sweep.have_begun(POINTS[1])
+    assert sweep.go() == 1
+    assert [*sweep.text("begun")] == POINTS[1:]
+    assert sweep.said.read_text().startswith(f"{POINTS[0]} cannot be started: ")
 
 
 def test_who_continues_runs_what_has_not_succeeded(sweep: Sweep) -> None:
