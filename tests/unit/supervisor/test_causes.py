@@ -56,7 +56,7 @@ import socket
 taken = socket.create_server(("127.0.0.1", 0))
 socket.socket().bind(taken.getsockname())
 """
-DEVICE = "raise RuntimeError('CUDA error: invalid device ordinal')"
+DEVICE = ONE + "raise RuntimeError('CUDA error: invalid device ordinal')"
 STEP = (
     'import json; json.dump({"version": 1, "status": "%s", "attempt": 0, "step": 57, "rank": %s, '
     '"reason": "%s"}, open("run/outcome.json", "w")); '
