@@ -182,8 +182,8 @@ def test_the_others_start_again_when_the_first_pod_is_cut_off(live: Live) -> Non
     assert isinstance(live.cluster, FakeCluster)
     live.cluster.freeze(first)
     logs = live.cluster.root / "claims" / CLAIM / run.name / "logs/attempt-0"
-    live.until((logs / other / "failed").exists, "the other pod has failed")
-    assert "the first pod, where the nodes meet, was lost" in (logs / other / "ended").read_text()
+    ended, lost = logs / other / "ended", "the first pod, where the nodes meet, was lost"
+    live.until(lambda: ended.exists() and lost in ended.read_text(), "the other pod has failed")
     live.cluster.delete(first, live.cluster.namespace, kind="Pod")
     live.until(lambda: live.events(run, "resume"), "both pods train again")
     run.cancel()
