@@ -1,8 +1,10 @@
-"""What comparing replicas costs: a ddp run on the digits, beside the same run without it.
+"""What comparing replicas costs: a ddp run, beside the same run without it.
 
 Run as `make bench-train-loop`. Both runs live in the same processes, and a round of one follows a
-round of the other: on two ranks with a checkpoint in each round, and on four ranks without
-checkpoints. CPU time counts, that of all of a rank's threads: it varies less than wall time when
+round of the other: a small language model and the digits, whose steps take a few milliseconds, on
+two ranks with a checkpoint in each round; and the digits on four ranks without checkpoints. At a
+checkpoint the cost does not depend on the steps before it, so that the share is larger the shorter
+they are. CPU time counts, that of all of a rank's threads: it varies less than wall time when
 other programs run. The share is the time within the calls that compare, of the CPU time of the run.
 Both are medians, of each kind of comparison and of the rounds: CPU time of a virtual machine
 contains what other machines have taken from it. The mean is shown, too. The ratio of both runs, of
@@ -27,11 +29,21 @@ from train.cli.config import Config
 from train.loop import Trainer
 from train.parallel.watch import Watch
 from train.runtime.rank import RankInfo
+from train.tasks import Task
+from train.tasks.chars import Chars
 from train.tasks.digits import Digits
 
 BATCH = 64
 TARGET = 0.001
-CASES = {"2 ranks, a checkpoint every 100 steps": (2, True), "4 ranks, no checkpoint": (4, False)}
+
+CASES: Mapping[str, tuple[type[Task], int, bool]] = {
+    "language model, 2 ranks, a checkpoint every 100 steps": (Chars, 2, True),
+    "digits, 2 ranks, a checkpoint every 100 steps": (Digits, 2, True),
+    "digits, 4 ranks, no checkpoint": (Digits, 4, False),
+}
+"""The task, how many ranks train it, and whether they save it."""
+FEWER: Mapping[type[Task], int] = {Chars: 4}
+"""How many times fewer rounds are enough, as each takes so much longer."""
 
 
 class NoWatch:
@@ -93,7 +105,14 @@ def run(trainer: Trainer, steps: int, *, save: bool) -> float:
 
 
 def measure(
-    rank: int, ranks: int, folder: str, rounds: int, steps: int, save: bool, title: str
+    rank: int,
+    task: type[Task],
+    ranks: int,
+    save: bool,
+    folder: str,
+    rounds: int,
+    steps: int,
+    title: str,
 ) -> None:
     """Be a rank; rank 0 prints."""
     torch.set_num_threads(1)
@@ -109,7 +128,7 @@ def measure(
     trainers: dict[str, Trainer] = {}
     for name in ("with", "without"):
         config = Config(run_dir=Path(folder) / name, strategy="ddp", global_batch=BATCH)
-        trainers[name] = trainer_of(Digits(), config, rank_info)
+        trainers[name] = trainer_of(task(), config, rank_info)
         trainers[name].resume()
     timed = Timed(trainers["with"].saver.watch, steps)
     trainers["with"].saver.watch = timed  # type: ignore[assignment]
@@ -155,11 +174,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="counted rounds (default 40)")
     parser.add_argument("--steps", type=int, default=100, help="steps per round (default 100)")
     given = parser.parse_args()
-    for title, (ranks, save) in CASES.items():
+    for title, (task, ranks, save) in CASES.items():
+        rounds = -(-given.rounds // FEWER.get(task, 1))
         with tempfile.TemporaryDirectory() as folder:
             start_processes(  # type: ignore[no-untyped-call]
                 measure,
-                args=(ranks, folder, given.rounds, given.steps, save, title),
+                args=(task, ranks, save, folder, rounds, given.steps, title),
                 nprocs=ranks,
             )
 

@@ -45,9 +45,7 @@ class Summands:
         self._flats: list[Tensor] = []
         # What a copy was made of, as its elements are not one after the other.
         self._scattered: list[int] = []
-        # For each device: room for copies, as much of it as they take, and whose they are.
-        self._copies: list[tuple[Tensor, Tensor, list[int]]] = []
-        self._factors: list[Tensor] = []
+        self._copies: list[_Copy] = []
         self._large: dict[int, int] = {}
 
     @torch.no_grad()
@@ -62,9 +60,9 @@ class Summands:
         for number in self._scattered:
             self._flats[number] = _flat(owns[number])
         total = 0
-        for (whole, used, numbers), factors in zip(self._copies, self._factors, strict=True):
-            torch.cat([self._flats[n] for n in numbers], out=used)
-            total += int(_sum(whole, factors))
+        for copy in self._copies:
+            torch.cat([self._flats[n] for n in copy.numbers], out=copy.used)
+            total += int(copy.sum())
         if self._large:
             flats = [self._flats[number] for number in self._large]
             sums = checksums(flats, flats[0].device).tolist()
@@ -75,9 +73,9 @@ class Summands:
     def each(self) -> list[int]:
         """Return the sums of the single tensors when all of them were summed up."""
         found = dict(self._large)
-        for _, used, numbers in self._copies:
-            parts = torch.split(used, [self._flats[n].numel() for n in numbers])
-            found |= zip(numbers, checksums(parts, used.device).tolist(), strict=True)
+        for copy in self._copies:
+            parts = torch.split(copy.used, [self._flats[n].numel() for n in copy.numbers])
+            found |= zip(copy.numbers, checksums(parts, copy.used.device).tolist(), strict=True)
         return [found[number] for number in range(len(found))]
 
     def _prepare(self, owns: Sequence[Tensor]) -> None:
@@ -91,15 +89,32 @@ class Summands:
         for number in sorted(range(len(pairs)), key=lambda n: -owns[n].itemsize):
             if number not in self._large:
                 together.setdefault(owns[number].device, []).append(number)
-        self._copies, self._factors = [], []
-        for at, numbers in together.items():
-            size = sum(self._flats[number].numel() for number in numbers)
-            # Whole rows take the fewest calls.
-            row = WORD if size <= DOT_BYTES and at.type == "cpu" else WORD * FACTORS
-            room = size if size < row else -(-size // row) * row
-            whole = torch.zeros(room, dtype=torch.uint8, device=at)
-            self._copies.append((whole, whole[:size], numbers))
-            self._factors.append(_factors(at, room // WORD if row == WORD else FACTORS))
+        self._copies = [
+            _Copy(numbers, sum(self._flats[number].numel() for number in numbers), at)
+            for at, numbers in together.items()
+        ]
+
+
+class _Copy:
+    """Room on one device for small tensors, one after the other."""
+
+    def __init__(self, numbers: list[int], size: int, device: torch.device) -> None:
+        self.numbers = numbers
+        """Which tensors."""
+        self._at_once = size <= DOT_BYTES and device.type == "cpu"
+        # Whole rows take the fewest calls.
+        unit = WORD if self._at_once or size < WORD * FACTORS else WORD * FACTORS
+        whole = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8, device=device)
+        self.used = whole[:size]
+        """What the tensors take of it."""
+        self._words = whole.view(torch.int64)
+        self._factors = _factors(device, self._words.numel() if self._at_once else FACTORS)
+
+    def sum(self) -> Tensor:
+        """Sum up what it holds. Scalar, int64."""
+        if self._at_once:
+            return torch.dot(self._words, self._factors)
+        return _sum_words(self._words, self._factors)
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -120,22 +135,25 @@ def _flat(own: Tensor) -> Tensor:
 
 def _sum(content: Tensor, factors: Tensor) -> Tensor:
     """Sum up memory. Scalar, int64."""
-    size = content.numel()
-    count, rest = divmod(size, WORD)
-    rows = count // FACTORS
-    words = (content if rest == 0 else content[: size - rest]).view(torch.int64)
-    if count == factors.numel() and rest == 0 and content.device.type == "cpu":
-        return torch.dot(words, factors)
-    sums = []
-    if rows:
-        whole = words if rows * FACTORS == count else words[: rows * FACTORS]
-        sums.append(whole.view(rows, FACTORS).sum(0) * factors)
-    if rows * FACTORS < count:
-        sums.append(words[rows * FACTORS :] * factors[: count - rows * FACTORS])
-    if rest or not sums:
+    rest = content.numel() % WORD
+    whole = content[: content.numel() - rest] if rest else content
+    sum_ = _sum_words(whole.view(torch.int64), factors)
+    if rest:
         places = torch.arange(0, 8 * rest, 8, device=content.device)
-        sums.append((content[size - rest :].long() << places) * ODD)
-    return (sums[0] if len(sums) == 1 else torch.cat(sums)).sum()
+        sum_ = sum_ + ((content[-rest:].long() << places) * ODD).sum()
+    return sum_
+
+
+def _sum_words(words: Tensor, factors: Tensor) -> Tensor:
+    """Sum up words, each times the factor of its place in its row. Scalar, int64."""
+    rows = words.numel() // FACTORS
+    rest = words[rows * FACTORS :] if rows else words
+    sum_ = (rest * factors[: rest.numel()]).sum()
+    return (
+        sum_ + (words[: rows * FACTORS].view(rows, FACTORS).sum(0) * factors).sum()
+        if rows
+        else sum_
+    )
 
 
 def _factors(device: torch.device, count: int = FACTORS) -> Tensor:

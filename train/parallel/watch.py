@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ..rundir.files import TrainingProgress
     from .base import Strategy
 
-SHARE = 0.0001
-"""Of the time of steps, what comparing may take, with both at their least: others of the same run
-find cold caches, or a processor at work."""
+SHARE = 0.0003
+"""Of the time of steps, what summing up between checkpoints may take: the least of them, so that
+adding up, and what summing up does to the caches, have room."""
 UNKNOWN = 32
 """Steps between two comparisons before their cost is known; the first does what is done once."""
 SELDOM = 4
@@ -64,8 +64,10 @@ class Watch:
         # Of what model() has made.
         self._names = frozenset(strategy.model_state())
         self._plans: dict[bool, _Plan | None] = {}
-        # The least that was seen: others hold waits for something else.
-        self._step_s = self._cost_s = math.inf
+        # What a step has taken at the least: others hold waits for something else.
+        self._step_s = math.inf
+        # What comparing has taken of late, on average: caches are cold more or less.
+        self._cost_s = 0.0
         # How many steps this rank would have between two comparisons, by what they have cost.
         self._interval = 0
         self._started, self._last = 0.0, 0
@@ -109,7 +111,8 @@ class Watch:
         if not (everything or made) and progress.step > self._last:
             step_s = (started - self._started) / (progress.step - self._last)
             self._step_s = min(self._step_s, step_s)
-            self._cost_s = min(self._cost_s, time.perf_counter() - started)
+            cost_s = time.perf_counter() - started
+            self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
             self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
         self._started, self._last = started, progress.step
         self._held = progress, everything, position
