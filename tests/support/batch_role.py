@@ -20,7 +20,11 @@ esac
 """
 
 _SINFO = """#!/bin/sh
-case "$*" in *" -p "*) printf '==%s idle==\\n' n1 n2 n3 ;; *) cat "$STATE/down" ;; esac
+case "$*" in
+*" -p "*) printf '==%s idle==\\n' n1 n2 n3 ;;
+*" -t "*) cat "$STATE/down" ;;
+*) cat "$STATE/held" ;;
+esac
 """
 
 _SCANCEL = """#!/bin/sh
@@ -55,7 +59,13 @@ class Role:
         commands = self.folder / "bin"
         for made in (self.state, commands):
             made.mkdir(exist_ok=True)
-        for name, text in {"job_state": "RUNNING\n", "restarts": "0\n", "down": ""}.items():
+        # `held` is what sinfo says of the job's nodes: nothing, unless a test lets it.
+        for name, text in {
+            "job_state": "RUNNING\n",
+            "restarts": "0\n",
+            "down": "",
+            "held": "",
+        }.items():
             (self.state / name).write_text(text)
         programs = {"scontrol": _SCONTROL, "sinfo": _SINFO, "scancel": _SCANCEL, "srun": _SRUN}
         programs["getent"] = "#!/bin/sh\nexit 0\n"

@@ -1,7 +1,8 @@
 """The program on Slurm's batch host: it starts srun, and decides what follows when the step ends.
 
 One loop: signals of Slurm and of `toolkit cancel`, marks of the nodes each five seconds, the end
-of srun. What Slurm starts again is another attempt.
+of srun. Another attempt follows on the same nodes if all are alive and none is suspected; otherwise
+Slurm queues the job again.
 """
 
 import contextlib
@@ -44,6 +45,7 @@ from .schedulers.slurm import Slurm
 from .supervised import Policy, lacks, preload_secrets
 
 AGAIN = "queued again"
+STAYS = "started again on the same nodes"
 STOPS = {signal.SIGUSR1: "walltime", signal.SIGUSR2: "cancelled"}
 """Slurm warns by SIGUSR1 before the time is over, `toolkit cancel` sends SIGUSR2."""
 
@@ -93,7 +95,7 @@ class Options(NamedTuple):
 
 
 def main(options: Options) -> int:
-    """Make one attempt; return the exit status."""
+    """Make an attempt, and those that follow on the same nodes; return the exit status."""
     signals = Signals((*STOPS, signal.SIGTERM, signal.SIGCHLD))
     signals.seen += [getattr(signal, "SIG" + name) for name in options.early]
     run_dir = os.path.abspath(options.run_dir)
@@ -117,7 +119,16 @@ def main(options: Options) -> int:
         if options.mode == "join":
             return _join(options, run_dir, slurm, signals, say)
         attempt = batch_opening.open_batch_attempt(start, log)
-        status = Batch(options, start, attempt, slurm, log, signals).supervised()
+        batch = Batch(options, start, attempt, slurm, log, signals)
+        status = batch.supervised()
+        while batch.stays:
+            attempt.note("exit_status", str(status))
+            os.environ["TRAIN_ATTEMPT_BEGAN"] = str(int(time.time()))
+            log = JobLog(path, os.stat(path).st_size)
+            start = start._replace(after=attempt.number)
+            attempt = batch_opening.open_batch_attempt(start, log)
+            batch = Batch(options, start, attempt, slurm, log, signals)
+            status = batch.supervised()
     except Refused as refused:
         say.error(str(refused))
     except NothingToDo as nothing:
@@ -268,6 +279,8 @@ class Batch(JobEvidence):
         self.told = ""
         """What `stopping` says to the nodes."""
         self.concluding = False
+        self.stays = False
+        """Whether another attempt follows on the same nodes."""
         self.asked: Optional[subprocess.Popen[bytes]] = None
         self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
         self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
@@ -295,7 +308,8 @@ class Batch(JobEvidence):
         if self.nodes.elastic:
             elastic.cancel_joiners(self.slurm, self.attempt)  # of an attempt that was killed
         self._link_log()
-        self._ask_for_times()
+        if self.start.after is None:
+            self._ask_for_times()
         ended = self.complete_previous()
         if ended is not None:
             return ended
@@ -360,7 +374,7 @@ class Batch(JobEvidence):
         """Write what the previous attempt could not; return a status if limits end the run."""
         number, run_dir = self.attempt.number, self.attempt.run_dir
         follows = self.restarts > 0 or self.options.mode == "chain"
-        if not self.has_limits or not follows or not number:
+        if not self.has_limits or not follows or not number or self.start.after is not None:
             return None
         step = read_outcome(run_dir).step
         reason = batch_opening.complete_previous(self.attempt, self.slurm, self.log, step)
@@ -603,6 +617,9 @@ class Batch(JobEvidence):
         return decide(verdict.word, counts, limits, again=AGAIN, queued=self.queued)
 
     def _follow(self, verdict: Verdict, decision: Decision) -> int:
+        self.stays = decision.again and not self.queued and self._may_stay(verdict)
+        if self.stays:
+            return self._end(self.status, verdict, decision._replace(text=STAYS))
         if decision.again and not self.queued:
             refused = self._queue_again(verdict)
             if refused is not None:
@@ -616,6 +633,24 @@ class Batch(JobEvidence):
         elif decision.word == "no_progress":
             status = NO_PROGRESS_STATUS
         return self._end(status, verdict._replace(word=decision.word), decision)
+
+    def _may_stay(self, verdict: Verdict) -> bool:
+        """Whether another attempt may begin where this one has failed, without a wait in the queue.
+
+        Each node has come to its end, no two attempts have failed first on the same one, and Slurm
+        holds all of them for good.
+        """
+        if verdict.word != "retryable" or self.nodes.elastic or self._is_stopped():
+            return False
+        all_ended = len(self.marks.ended()) >= len(self.nodes.names)
+        if not all_ended or os.path.exists(self.attempt.path("hung")) or self._suspected():
+            return False
+        job = self.slurm.show_job()
+        return (
+            job.state == "RUNNING"
+            and (job.restarts or 0) <= self.restarts
+            and self.slurm.all_usable(self.nodes.names)
+        )
 
     def _limits(self) -> Limits:
         limits = self.policy.limits
@@ -656,7 +691,7 @@ class Batch(JobEvidence):
             return status
         tries = 1 if goes_on or self.stopping else 3  # little time is left after a stop
         self.tell("requeue" if goes_on else "end", verdict.word, f"ended: {text}", tries)
-        if decision.again:
+        if decision.again and not self.stays:
             self.slurm.start_soon()
         return status
 
@@ -695,11 +730,15 @@ class Batch(JobEvidence):
             self.excluded = self._exclude_now() if self.policy.limits.requeue else ""
         return self.excluded
 
-    def _exclude_now(self) -> str:
+    def _suspected(self) -> List[str]:
+        """Return the nodes on which two attempts have failed first."""
         named: List[str] = []
         for number in range(self.attempt.number + 1):
             named += read(folder_of(self.attempt.run_dir, number) + "/failing_node").split()
-        bad = sorted({node for node in named if named.count(node) > 1})
+        return sorted({node for node in named if named.count(node) > 1})
+
+    def _exclude_now(self) -> str:
+        bad = self._suspected()
         if not bad:
             return ""
         excluded = self.slurm.show_job().excluded

@@ -52,6 +52,13 @@ class Start(NamedTuple):
     """The name of this point of a sweep, or ""."""
     takes_turns: bool
     """Whether several jobs may continue the run in turn."""
+    after: Optional[int] = None
+    """The attempt that this start of the job has made before, on the same nodes; None: none."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether the job itself has made the attempt before."""
+        return self.restarts > 0 or self.after is not None
 
 
 def log_of_this_process() -> str:
@@ -78,19 +85,22 @@ def open_batch_attempt(start: Start, log: JobLog) -> Attempt:
 
     Raises:
         Refused: the directory holds a run, and `mode` does not say what to do with it.
-        NothingToDo: this job of a chain has nothing to continue.
+        NothingToDo: this job of a chain has nothing to continue, or another start has taken over.
         Failed: the run directory was removed, or is full.
     """
     run_dir = start.run_dir
     number = 0
     while os.path.lexists(folder_of(run_dir, number)):
         number += 1
-    if number and not start.restarts and start.mode not in _modes(start):
+    if number and not start.follows and start.mode not in _modes(start):
         raise Refused(f"{run_dir} already holds a run; to go on with it: {_by_hand(start)}")
     before = folder_of(run_dir, number - 1)
-    if start.restarts:
+    since = number  # the limits of retries count from this attempt on
+    if start.follows:
         _require_previous_attempt(start, number, log)
-    since = number - start.restarts  # the limits of retries count from this attempt on
+        if start.after is not None and number != start.after + 1:
+            raise NothingToDo(f"attempt {number - 1} has taken over", 1)
+        since = _number_in(before + "/since", number - start.restarts)
     if start.mode == "chain":
         since = _continue_chain(run_dir, number, since)
     attempt = Attempt(run_dir, number, since)
@@ -166,8 +176,12 @@ def _continue_chain(run_dir: str, number: int, since: int) -> int:
             f"{why}; this job of the chain has nothing to do",
             int(status) if status.isdigit() else 1,
         )
-    counted = read(before + "/since", 100).strip()
-    return int(counted) if counted.lstrip("-").isdigit() else since
+    return _number_in(before + "/since", since)
+
+
+def _number_in(path: str, otherwise: int) -> int:
+    text = read(path, 100).strip()
+    return int(text) if text.lstrip("-").isdigit() else otherwise
 
 
 def is_cancelled(start: Start, attempt: Attempt) -> bool:
@@ -180,7 +194,7 @@ def is_cancelled(start: Start, attempt: Attempt) -> bool:
     answered = read(before + "/reason", 100).startswith("cancelled:")
     for folder in folders:
         mark = os.path.join(folder, "cancel_requested")
-        if start.restarts and not answered and _newer(mark, before + "/since"):
+        if start.follows and not answered and _newer(mark, before + "/since"):
             return True
         ended = before + "/exit_status"
         if (os.path.exists(ended) or start.mode != "continue") and _newer(mark, ended):

@@ -148,7 +148,8 @@ def lost_since(outcome: Optional[Outcome], run_dir: str) -> str:
     if not step.isdigit():
         return ""
     running = outcome is not None and outcome.status == "running"
-    saved = re.search("([0-9]{1,15})$", newest_checkpoint(run_dir))
+    # Other numbers may count epochs, or saves.
+    saved = re.search("step[-_=]?([0-9]{1,15})$", newest_checkpoint(run_dir))
     at = f", at step {step}" + (" or later" if running else "")
     if saved and int(step) >= int(saved.group(1)):
         return f"{at}, {int(step) - int(saved.group(1))} steps after the newest checkpoint"

@@ -90,6 +90,20 @@ def test_attempts_that_others_have_followed_are_told_with_their_reasons(
     assert in_words([one, one]) == f"2 restarts, 4 min 0 s in all; the last: {one}"
 
 
+def test_what_the_supervisor_has_judged_counts_before_what_a_rank_has_left(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    start(attempts[0], 0, at=0, error="ValueError: echo")
+    start(attempts[1], 0, at=150)
+    for reason, why in {
+        "retryable: torchrun was killed on n1; queued again": "torchrun was killed on n1",
+        "retryable: queued again": "ValueError: echo",
+    }.items():
+        ended(attempts[0], at=30, reason=reason)
+        assert restarts_in(tmp_path)[0].why.startswith("failed: ")
+        assert restarts_in(tmp_path)[0].why.endswith(why)
+
+
 @pytest.mark.parametrize("names", [("node-0", "node-1"), ("x-worker-0", "x-worker-1")])
 def test_nodes_that_fail_in_turn_are_counted_together(
     names: tuple[str, str], attempts: list[Path], tmp_path: Path

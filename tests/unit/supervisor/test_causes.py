@@ -147,7 +147,7 @@ LOCAL: dict[str, tuple[str, dict[str, Any], str]] = {
         "no node can start it",
     ),
     "a module that is missing later": (
-        "import os; os.makedirs('run/checkpoints/step-00000050', exist_ok=True)\n"
+        "import os; os.makedirs('run/checkpoints/attempt-0/step-00000050', exist_ok=True)\n"
         + STEP % ("running", "None", "") + "import torchvison", {},
         "failed: rank [01] on node-0: ModuleNotFoundError: No module named 'torchvison', "
         "at step 57 or later, 7 steps after the newest checkpoint",

@@ -12,13 +12,14 @@ import pytest
 from toolkit.supervisor import __main__ as command_line
 from toolkit.supervisor.attempt import Refused, open_attempt
 from toolkit.supervisor.evidence.files import last_lines, read
+from toolkit.supervisor.evidence.outcome import Outcome
 from toolkit.supervisor.evidence.restarts import after_restarts
 from toolkit.supervisor.evidence.torchrun_report import has_exitcode, report_lines
 from toolkit.supervisor.local import free_port, visible_devices
 from toolkit.supervisor.notify import MOST_TEXT, masked, printable
 from toolkit.supervisor.policy import Made
 from toolkit.supervisor.process import Children, status_of
-from toolkit.supervisor.supervised import secret_in
+from toolkit.supervisor.supervised import lost_since, secret_in
 
 
 def test_attempts_are_numbered_and_an_earlier_run_is_never_overwritten(tmp_path: Path) -> None:
@@ -154,3 +155,26 @@ def test_a_signal_between_two_attempts_ends_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "toolkit.supervisor", *argv]
     assert subprocess.run(command, check=False).returncode == 1
     assert (tmp_path / "run/started").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "lost"),
+    [
+        (["attempt-0/step-00000400", "attempt-0/step-00000438"], "2 steps after the newest"),
+        (["attempt-0/step-00000438", "attempt-1"], "2 steps after the newest"),
+        (["step-00000430", "step-00000440.tmp", ".step-00000439"], "10 steps after the newest"),
+        (["step=430"], "10 steps after the newest"),
+        (["checkpoint_3", "epoch-7", "last.ckpt"], ""),
+        (["step-00000450"], ""),
+        ([], ""),
+    ],
+)
+def test_the_cost_of_a_failure_is_counted_from_the_newest_whole_checkpoint(
+    tmp_path: Path, checkpoints: list[str], lost: str
+) -> None:
+    for at, name in enumerate(checkpoints):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        os.utime(folder, (at, at))
+    said = lost_since(Outcome(status="retryable", step="440"), str(tmp_path))
+    assert said == (f", at step 440, {lost} checkpoint" if lost else "")

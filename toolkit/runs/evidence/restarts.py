@@ -122,7 +122,9 @@ def _of_attempt(
     """Return the end of an attempt that another one has followed."""
     number = int(attempt.name.removeprefix("attempt-"))
     failure, text = first_failure(run_dir, number), reason_of(attempt).text
-    why = text.rpartition("; ")[0] or text or "killed"
+    # The supervisor has judged all evidence, not only that of the ranks.
+    judged = text.rpartition("; ")[0]
+    of_rank = f"{text.partition(':')[0]}: {failure}" if failure else ""
     ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
     time = failure.time if failure else max(ended)
     later = [start.began for start in starts_of(following)]
@@ -130,7 +132,7 @@ def _of_attempt(
     return Restart(
         attempt=number,
         restart=max(len(begins_of({(start.began, start.key) for start in starts})) - 1, 0),
-        why=f"{text.partition(':')[0]}: {failure}" if failure else why,
+        why=judged or of_rank or text or "killed",
         time=min(time, began),
         away_s=max(began - time, 0.0),
     )

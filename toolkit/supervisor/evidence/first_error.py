@@ -342,16 +342,27 @@ class Look:
 
 
 def newest_checkpoint(run_dir: str) -> str:
-    """Return the name of a run's newest checkpoint, or nothing."""
-    folder = run_dir + "/checkpoints"
-    times = []
-    try:
-        for name in os.listdir(folder):
-            if not name.startswith("."):
-                times.append((-os.stat(f"{folder}/{name}").st_mtime_ns, name))
-    except OSError:
-        return ""
+    """Return the name of a run's newest checkpoint, or nothing.
+
+    `train` has a folder for each attempt, `attempt-N/step-M`.
+    """
+    times = _times(run_dir + "/checkpoints")
+    for _, name in list(times):
+        if re.match("attempt-[0-9]+$", name):
+            inside = _times(f"{run_dir}/checkpoints/{name}")
+            times = [one for one in times if one[1] != name]
+            times += [(time, f"{name}/{one}") for time, one in inside]
     return min(times)[1] if times else ""
+
+
+def _times(folder: str) -> List[Tuple[int, str]]:
+    """Return what is in a folder of checkpoints, with the negative of the time of its change."""
+    try:
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        names = [name for name in names if not name.endswith(".tmp")]
+        return [(-os.stat(f"{folder}/{name}").st_mtime_ns, name) for name in names]
+    except OSError:
+        return []
 
 
 def last_failure(attempt: Attempt, folder: str) -> Optional[Failure]:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 LIMIT_S = 60.0
 """How long a program may take: a controller that is away answers late, or not at all."""
@@ -230,14 +230,22 @@ class Slurm:
     def count_other_nodes(self, without: Iterable[str]) -> int:
         """Count the nodes that the job could have without some."""
         partition = self.environ.get("SLURM_JOB_PARTITION", "")
-        argv = ("sinfo", "-h", "-N", "-p", partition, "-o", "==%N %t==")
-        states = re.findall("==([^= \n]+) ([^=\n]+)==", self._ask(*argv).text)
-        usable = {
+        return len(self._usable("-p", partition) - set(without))
+
+    def all_usable(self, nodes: Sequence[str]) -> bool:
+        """Whether some nodes are up, and nobody takes them out of use."""
+        return self._usable("-n", ",".join(nodes)) >= set(nodes)
+
+    def _usable(self, *which: str) -> Set[str]:
+        states = re.findall(
+            "==([^= \n]+) ([^=\n]+)==",
+            self._ask("sinfo", "-h", "-N", *which, "-o", "==%N %t==").text,
+        )
+        return {
             node
             for node, state in states
             if not state.startswith(_OUT_OF_USE) and not state.endswith("*")
         }
-        return len(usable - set(without))
 
     def slurmd_began_s(self, node: str) -> Optional[float]:
         """Return when a node's slurmd has started, in seconds since 1970; None if unknown."""
