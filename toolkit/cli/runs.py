@@ -209,7 +209,7 @@ def wait(names: tuple[str, ...], trust: bool, timeout: float | None, as_json: bo
     "--attempt",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Only one attempt: 0 is the first start, 1 the one after a requeue.",
+    help="Only one attempt: 0 is the first start, 1 the next one.",
 )
 @click.option("--grep", metavar="REGEX", help="Only lines that match (Python's re).")
 @TRUST

@@ -106,7 +106,8 @@ class Retries(FrozenModel):
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
 
     requeue: types.NaturalInt = 0
-    """New attempts of the whole job after failures that may pass: a lost node, a killed rank.
+    """New attempts after failures that may pass: a lost node, a killed rank. On Slurm on the same
+    nodes where all are well, else through the queue.
 
     Attempts after a preemption, the time limit, or an operator's requeue are not counted, but on
     Slurm and on this machine 0 also forbids them. If a script writes no `outcome.json`, the time

@@ -281,6 +281,8 @@ class Batch(JobEvidence):
         self.concluding = False
         self.stays = False
         """Whether another attempt follows on the same nodes."""
+        self.idle = False
+        """Whether the attempt has made no step that others had not, as far as is known."""
         self.asked: Optional[subprocess.Popen[bytes]] = None
         self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
         self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
@@ -614,6 +616,7 @@ class Batch(JobEvidence):
         if limits.by_others:
             limits = limits._replace(by_others=self._chain_continues())
         counts = count(attempts, self.attempt.best_before())
+        self.idle = counts.idle > 0 or not step
         return decide(verdict.word, counts, limits, again=AGAIN, queued=self.queued)
 
     def _follow(self, verdict: Verdict, decision: Decision) -> int:
@@ -637,9 +640,11 @@ class Batch(JobEvidence):
     def _may_stay(self, verdict: Verdict) -> bool:
         """Whether another attempt may begin where this one has failed, without a wait in the queue.
 
-        Each node has come to its end, no two attempts have failed first on the same one, and Slurm
-        holds all of them for good.
+        Each node has come to its end, no two attempts have failed first on the same one, and all
+        are up. What fails here twice in a row without a new step may not fail elsewhere, or later.
         """
+        if self.start.after is not None and self.idle:
+            return False
         if verdict.word != "retryable" or self.nodes.elastic or self._is_stopped():
             return False
         all_ended = len(self.marks.ended()) >= len(self.nodes.names)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.system.chaos.arena import Arena
-from tests.system.chaos.faults import FAULTS, FINAL, IN_PLACE, REQUEUED, UNHURT, Fault
+from tests.system.chaos.faults import ANOTHER, FAULTS, FINAL, IN_PLACE, UNHURT, Fault
 from tests.system.chaos.frame import Trial
 from tests.system.chaos.play import (
     Arenas,
@@ -106,7 +106,7 @@ def what_followed(course: Course) -> str:
     if course.first_end.state != "succeeded":
         return FINAL
     if len(course.reasons) > 1:
-        return REQUEUED
+        return ANOTHER
     return IN_PLACE if course.restarts else UNHURT
 
 
@@ -138,8 +138,8 @@ def costs(course: Course, follows: str, destroys: bool) -> str:
     if destroys:
         return "the run"
     again = "the steps since the last checkpoint" if course.steps_again > 0 else "no step"
-    starts = {REQUEUED: len(course.reasons) - 1, IN_PLACE: 0, UNHURT: 0, FINAL: 0}[follows]
-    words = {REQUEUED: f"{starts} attempt{'s' * (starts > 1)}", IN_PLACE: "a restart in the job"}
+    starts = {ANOTHER: len(course.reasons) - 1, IN_PLACE: 0, UNHURT: 0, FINAL: 0}[follows]
+    words = {ANOTHER: f"{starts} attempt{'s' * (starts > 1)}", IN_PLACE: "a restart in the job"}
     return f"{words[follows]}, {again}" if follows in words else again
 
 

@@ -26,8 +26,8 @@ from toolkit.runs.state import RunState
 
 T = TypeVar("T")
 
-IN_PLACE, REQUEUED, FINAL, UNHURT = "again in place", "again by requeue", "not again", "goes on"
-AGAIN = frozenset({REQUEUED})
+IN_PLACE, ANOTHER, FINAL, UNHURT = "again in place", "another attempt", "not again", "goes on"
+AGAIN = frozenset({ANOTHER})
 _VICTIM_S = 120
 """How long a fault waits for the process that it hits."""
 
@@ -388,7 +388,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "a rank hangs", hang_rank, *_KILLED,
-        follows=frozenset({REQUEUED, IN_PLACE}), overrides=_HANGS,
+        follows=frozenset({ANOTHER, IN_PLACE}), overrides=_HANGS,
     ),
     _slurm(
         "the script raises an exception at each start", raise_exception,
@@ -402,11 +402,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "slurmstepd of a node is killed", _bind(kill_on_node, part="slurmstepd"),
-        *_LOST, states=_FAILED, follows=frozenset({REQUEUED, UNHURT}),
+        *_LOST, states=_FAILED, follows=frozenset({ANOTHER, UNHURT}),
     ),
     _slurm(
         "slurmd of a node is killed", _bind(kill_on_node, part="slurmd ", cycle=True),
-        *_LOST, follows=frozenset({REQUEUED}),
+        *_LOST, follows=frozenset({ANOTHER}),
     ),
     _slurm(
         "the last node loses its power",
@@ -418,11 +418,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "the last node loses its power for a moment", _bind(power_off, back=True),
-        r"node_failure: node\d has restarted", *_LOST, follows=frozenset({REQUEUED}),
+        r"node_failure: node\d has restarted", *_LOST, follows=frozenset({ANOTHER}),
     ),
     _slurm(
         "the first node loses its power for a moment", _bind(power_off, first=True, back=True),
-        r"lost: the batch script was killed", *_LOST, follows=frozenset({REQUEUED}),
+        r"lost: the batch script was killed", *_LOST, follows=frozenset({ANOTHER}),
     ),
     _slurm(
         "the last node loses its network cable", cut, *_LOST

@@ -49,7 +49,8 @@ def test_a_killed_torchrun_is_a_failure_of_its_node_and_counts(
     trial.kill_torchrun(1)
     until(lambda: trial.saved(attempt=1), "a checkpoint of the second attempt")
     reason = f"retryable: torchrun was killed on {node} (exit status 137)"
-    assert trial.reasons()[0] == f"{reason}; queued again"
+    assert trial.reasons()[0].startswith(f"{reason}, at step ")
+    assert trial.reasons()[0].endswith("; started again on the same nodes")
     assert (trial.attempt(0) / "failing_node").read_text() == f"{node}\n"
     # A kill of the first step that Slurm sends again must not hit a step of the same number.
     assert not trial.step_numbers(0) & trial.step_numbers(1)

@@ -319,14 +319,14 @@ def told(site: Site, text: str, **retries: int) -> tuple[SlurmRun, Callable[[], 
     return run, read
 
 
-@pytest.mark.slow
-def test_each_end_of_an_attempt_is_told_once(site: Site) -> None:
+def test_each_end_of_an_attempt_is_told_once(cluster: Cluster, site: Site) -> None:
     run, read = told(site, '[ "$TRAIN_ATTEMPT" != 0 ] || exit 1', requeue=1)
     assert run.wait(300).state is toolkit.RunState.SUCCEEDED, failure(run)
+    assert " Restarts=0 " in cluster.slurm("scontrol", "-o", "show", "job", run.job_id)
     name = run.run_dir.name if run.run_dir else ""
     first, last = read()
     assert first.startswith(f"requeue True {name}: attempt 0 ended: failed: rank 0 on node")
-    assert first.endswith(": exit status 1; queued again")
+    assert first.endswith(": exit status 1; started again on the same nodes")
     assert last.startswith(f"end False {name}: attempt 1 ended: done: all steps made")
 
 

@@ -71,7 +71,7 @@ def test_the_first_failing_rank_is_shown_over_nodes_and_requeues(
     # Each attempt, and each rank, can be had alone.
     first, second = list(run.logs(attempt=0)), list(run.logs(attempt=1))
     assert [*first, *second] == followed
-    assert any("failing: attempt 0 ended: retryable" in line for line in first)
+    assert any("failing: attempt 0 ended: failed: rank 1" in line for line in first)
     assert any("failing: attempt 1 ended: fatal: the same failure twice" in line for line in second)
     assert begun[3] in run.logs(attempt=1, ranks=[1], grep="in attempt 1$")
     assert not any("rank 0" in line for line in run.logs(ranks=[1]))

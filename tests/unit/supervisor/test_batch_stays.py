@@ -76,6 +76,28 @@ def test_failures_on_the_same_nodes_count_as_those_of_a_queued_job(role: Role) -
     assert not role.path("", 2).exists()
 
 
+TELLS = """cat >"$logs/../../outcome.json" <<END
+{"status": "running", "attempt": $TRAIN_ATTEMPT, "step": %s, "rank": null, "reason": null}
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "follow"),
+    [
+        ("$((5 + TRAIN_ATTEMPT))", [STAYS, STAYS, "gave up after 2 requeues"]),
+        ("5", [STAYS, "queued again"]),
+    ],
+)
+def test_what_makes_no_step_twice_in_a_row_is_queued_again(
+    role: Role, step: str, follow: list[str]
+) -> None:
+    role.step = TELLS % step + FAIL
+    assert role.run() == 1
+    reasons = sorted(role.run_dir.glob("logs/attempt-*/reason"))
+    assert [path.read_text().rpartition("; ")[2].strip() for path in reasons] == follow
+
+
 def test_after_a_requeue_all_attempts_of_the_job_count(role: Role) -> None:
     role.requeues = 3
     role.step = (
