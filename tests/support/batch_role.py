@@ -52,6 +52,7 @@ class Role:
     mode: str = ""
     options: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ("-Ium", "toolkit.supervisor")
 
     def __post_init__(self) -> None:
         self.run_dir, self.log = self.folder / "run", self.folder / "job.log"
@@ -89,7 +90,7 @@ class Role:
             **more,
         }
         argv = [
-            *(sys.executable, "-Ium", "toolkit.supervisor", "batch", str(self.run_dir)),
+            *(sys.executable, *self.program, "batch", str(self.run_dir)),
             *([self.mode] if self.mode else []),
             *("--job=probe", f"--requeues={self.requeues}", "--grace=2", *self.options),
             *("--", "srun", "--nodes=2", "node", "--", "torchrun", "-m", "train"),

@@ -650,6 +650,8 @@ class Batch(JobEvidence):
         all_ended = len(self.marks.ended()) >= len(self.nodes.names)
         if not all_ended or os.path.exists(self.attempt.path("hung")) or self._suspected():
             return False
+        if not os.path.exists(sys.argv[0]):  # the next start of the script unpacks it again
+            return False
         job = self.slurm.show_job()
         return (
             job.state == "RUNNING"

@@ -27,6 +27,7 @@ from tests.system.chaos.play import (
     play,
     reference_run,
 )
+from toolkit.supervisor.policy import sentence
 
 PAGE = ROOT / "docs/how-to/failures.md"
 BEGIN, END = "<!-- faults: `make faults` writes this table -->", "<!-- end of the faults -->"
@@ -114,12 +115,12 @@ def shown(fault: Fault, course: Course, follows: str) -> str:
     """Return what a user sees: the state at the end of the attempt, and the reason."""
     text = matching(fault, told(course))
     state = course.first_end.state.upper() if follows == FINAL else "RUNNING"
-    return f"{state}: {quoted(text)}" if text else f"{state}, without a word"
+    return f"{state}: {quoted(text)}" if text else f"{state}, no message"
 
 
 def quoted(text: str) -> str:
     """Return a reason as code, without what differs from machine to machine."""
-    line = re.sub(r"^[A-Z]+: ", "", text.strip()).splitlines()[0]
+    line = sentence(re.sub(r"^[A-Z]+: ", "", text.strip()).splitlines()[0])
     line = re.sub(r" \[\[?/.*\]", "", line)  # what the library said, with lines of its source
     line = re.sub(r"/[\w./-]*/counted-\d+-\d+-\w+", "RUN_DIR", line)
     line = re.sub(r"counted-\d+-\d+-\w+", "RUN", line).replace(f"{ROOT}/", "")

@@ -26,7 +26,8 @@ from toolkit.runs.state import RunState
 
 T = TypeVar("T")
 
-IN_PLACE, ANOTHER, FINAL, UNHURT = "again in place", "another attempt", "not again", "goes on"
+IN_PLACE, ANOTHER = "ranks restarted in the job", "another attempt"
+FINAL, UNHURT = "the run ends", "training continues"
 AGAIN = frozenset({ANOTHER})
 _VICTIM_S = 120
 """How long a fault waits for the process that it hits."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.batch_role import Role
+from toolkit.rendering import payload
 from toolkit.supervisor.batch_opening import NothingToDo, Start, open_batch_attempt
 from toolkit.supervisor.evidence.job_log import JobLog
 
@@ -66,6 +67,19 @@ def test_a_job_that_may_need_other_nodes_is_queued_again(
     assert role.text("reason").startswith("retryable: ")
     assert "; queued again" in role.text("reason")
     assert role.asked("scontrol requeue") == ["scontrol requeue 7"]
+
+
+def test_a_job_whose_supervisor_was_removed_is_queued_again_and_unpacks_it(
+    role: Role, tmp_path: Path
+) -> None:
+    file = tmp_path / "supervisor.pyz"
+    role.program = ("-ISu", str(file))
+    for removed in (True, False):
+        file.write_bytes(payload.archive("slurm"))
+        role.run_dir = tmp_path / f"run-{removed}"
+        role.step = FAILS_ONCE.replace("exit 1", f"rm {file}; exit 1" if removed else "exit 1")
+        assert role.run() == (1 if removed else 0)
+        assert role.path("", 1).exists() != removed
 
 
 def test_failures_on_the_same_nodes_count_as_those_of_a_queued_job(role: Role) -> None:
