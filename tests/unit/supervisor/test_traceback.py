@@ -53,8 +53,9 @@ FATAL = [
         ),
         (GROUP, "ExceptionGroup: two (1 sub-exception)", GROUP, None, True),
         (FATAL, FATAL[0], FATAL, None, True),
+        ([*FRAMES, "X: y", *FRAMES[:2]], "X: y", [*FRAMES, "X: y"], None, True),
     ],
-    ids=["chained", "the last", "by torch", "goes on", "noise", "group", "fatal"],
+    ids=["chained", "the last", "by torch", "goes on", "noise", "group", "fatal", "cut"],
 )
 def test_the_last_traceback_is_found_whole(
     printed: list[str], message: str, lines: list[str] | None, rank: int | None, at_end: bool
@@ -68,3 +69,8 @@ def test_the_last_traceback_is_found_whole(
 def test_what_is_no_traceback_is_none() -> None:
     assert last_trace([]) is None
     assert last_trace(["SyntaxError: of somebody else", "  Traceback in prose"]) is None
+
+
+@pytest.mark.parametrize("lines", [FRAMES[:1], FRAMES, ["[rank1]: " + FRAMES[0]]])
+def test_a_rank_that_was_killed_within_its_traceback_has_said_nothing(lines: list[str]) -> None:
+    assert last_trace(lines) is None

@@ -54,6 +54,10 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
         for number, line in enumerate(lines)
         if _START.match(line) and not (number and lines[number - 1].startswith(_IGNORED))
     ]
+    end = len(lines)
+    while starts and _is_cut(lines[starts[-1] : end]):
+        end = starts.pop()
+    lines, printed = lines[:end], printed[:end]
     if not starts:  # Python reports a syntax error of the script with no headline
         error = next((n for n, line in enumerate(lines) if _SYNTAX_ERROR.match(line)), 0)
         starts = [n for n in range(error) if _SYNTAX_ERROR_FILE.match(lines[n])][-1:]
@@ -85,4 +89,11 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
         message=message,
         rank=rank,
         at_end=all(not line or _FOREIGN.match(line) for line in printed[end:]),
+    )
+
+
+def _is_cut(lines: Sequence[str]) -> bool:
+    """Whether a traceback has no end: the rank was killed while it wrote."""
+    return lines[0].startswith("Traceback") and all(
+        not line or line[0].isspace() for line in lines[1:]
     )
