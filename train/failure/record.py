@@ -197,11 +197,11 @@ def _print(rank_info: RankInfo, text: str, *, own: bool, trace: str = "") -> Non
 
 def _first_reporter(rank_info: RankInfo, text: str, *, own: bool) -> str:
     """Return the rank of this machine that has reported the same before; empty for none."""
-    folder = _common_folder(rank_info)
-    if folder is None:
+    common = _common_path(rank_info)
+    if common is None:
         # No rank can know of the others: rank 0 reports an error that all ranks have.
         return "" if own or rank_info.rank == 0 else "rank 0"
-    note = folder / f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    note = common.with_name(f"{common.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     try:
         with note.open("x", encoding="utf-8") as file:
             file.write(f"rank {rank_info.rank}")
@@ -215,12 +215,16 @@ def _first_reporter(rank_info: RankInfo, text: str, *, own: bool) -> str:
     return ""
 
 
-def _common_folder(rank_info: RankInfo) -> Path | None:
-    """Find a folder that the ranks of this machine, and no others, have in this try."""
+def _common_path(rank_info: RankInfo) -> Path | None:
+    """Find a path that the ranks of this machine, and no others, have in this try."""
     if error_file := os.environ.get(ERROR_FILE):
         own = Path(error_file).parent
-        # torchrun's FOLDER/attempt_0/LOCAL_RANK/error.json
-        return own.parent if own.name == str(rank_info.local_rank) else None
+        # torchrun's FOLDER/attempt_0/LOCAL_RANK/error.json. When attempt_0 was changed last tells
+        # others when these ranks have begun: nothing is added to it.
+        start = own.parent
+        return (
+            start.with_name(f"said-{start.name}") if own.name == str(rank_info.local_rank) else None
+        )
     if rank_info.meeting and rank_info.meeting.startswith("file://"):
-        return Path(rank_info.meeting.removeprefix("file://")).parent
+        return Path(rank_info.meeting.removeprefix("file://")).with_name("said")
     return None

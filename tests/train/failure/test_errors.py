@@ -106,6 +106,8 @@ def test_what_all_ranks_find_is_said_once_and_is_the_root_cause(
     assert "rank      : 1 (" in root
     assert "traceback : no such flag\n  --epoch\n" in root
     assert others.count("traceback : the same as rank 1\n") == 2
+    # When torchrun's folder was changed last tells when the ranks have begun.
+    assert {path.name for path in machine.error_file(0).parents[1].iterdir()} == {"0", "1", "2"}
 
 
 def test_what_ranks_find_apart_is_said_by_each(
