@@ -67,6 +67,22 @@ def test_a_rank_that_torchrun_has_started_again_is_named(
     )
 
 
+def test_a_rank_that_was_killed_is_named_before_one_that_has_lost_it(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    attempts[1].rmdir()
+    lost = "RuntimeError: Connection reset by peer"
+    for node, code, second, error in (("node-0", 1, "11", lost), ("node-1", -9, "10", "")):
+        start(attempts[0], 0, at=0, node=node, error=error)
+        start(attempts[0], 1, at=70, node=node)
+        failed = f"failed (exitcode: {code}) local_rank: 0 (pid: 9)"
+        log = f"E1128 12:00:{second}.500000 7 torch/x.py:1] {failed}\n"
+        (attempts[0] / f"{node}.log").write_text(log)
+    os.utime(attempts[0], (NOON + 70,) * 2)
+    (one,) = restarts_in(tmp_path)
+    assert (one.why, one.away_s) == ("local rank 0 on node-1: killed by SIGKILL", 59.5)
+
+
 def test_an_exception_is_named_before_what_torchrun_has_logged(
     attempts: list[Path], tmp_path: Path
 ) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.runs.evidence.failure import earlier_failures, first_failure
 from toolkit.runs.evidence.rank_folders import RankStart, begins_of, count_starts, starts_of
 from toolkit.runs.records.log_reader import attempt_folders, attempt_spans, end_of, modified_at
 from toolkit.runs.records.run_directory import reason_of
-from toolkit.supervisor.evidence.rank_end import exited
+from toolkit.supervisor.evidence.rank_end import STOPS, exited
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask
 
@@ -102,15 +103,19 @@ def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterat
     for number, (before, began) in enumerate(pairwise(begins)):
         failure = failures.get(number)
         time = min(max(failure.time, before), began) if failure else began
-        seen = [one for one in noticed if before <= one[0] <= began]
-        time, why = min(seen, default=(time, "unknown"))
+        seen = [one for one in noticed if before <= one.time <= began]
         # Only a node whose ranks have failed gets a further folder.
         nodes = {one.node for one in dated if one.restart == number and not one.last}
-        where = f" on {nodes.pop()}" if len(nodes) == 1 else ""
+        only = nodes.pop() if len(nodes) == 1 else ""
+        why = str(failure) if failure else seen[0].in_words(only) if seen else "unknown"
+        if failure and failure.kind == "echo":
+            killed = (one for one in seen if one.code < 0 and -one.code not in STOPS)
+            why = next((one.in_words(only) for one in killed), why)
+        time = seen[0].time if seen else time
         yield Restart(
             attempt=int(attempt.name.removeprefix("attempt-")),
             restart=number,
-            why=str(failure) if failure else why.format(where),
+            why=why,
             time=time,
             away_s=began - time,
         )
@@ -138,21 +143,34 @@ def _of_attempt(
     )
 
 
-def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[tuple[float, str]]:
-    """Return when torchrun has noticed each failure in an attempt, and what it has logged.
+class _Noticed(NamedTuple):
+    """What torchrun has logged of the end of a rank."""
 
-    In the text, `{}` stands for the node.
-    """
-    found: list[tuple[float, str]] = []
+    time: float
+    code: int
+    local_rank: str
+    node: str
+    """The node's name, where it has a log of its own; else empty."""
+
+    def in_words(self, only: str) -> str:
+        """Describe it; `only`: the node, if there is but one."""
+        node = self.node or only
+        return f"local rank {self.local_rank}{node and f' on {node}'}: {exited(self.code)}"
+
+
+def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[_Noticed]:
+    """Return when torchrun has noticed each failure in an attempt, in the order of time."""
+    found: list[_Noticed] = []
     for span in attempt_spans(run_dir, int(attempt.name.removeprefix("attempt-"))):
         text = end_of(span, _LOG_BYTES).decode(errors="replace")
+        node = span.path.stem if span.path.name.startswith("node-") else ""
         for day, clock, code, local_rank in _NOTICED.findall(text)[-_MOST_NOTICED:]:
             try:
                 when = datetime.strptime(f"{year}{day} {clock}", "%Y%m%d %H:%M:%S.%f")
             except ValueError:
                 continue
-            found.append((when.timestamp(), f"local rank {local_rank}{{}}: {exited(int(code))}"))
-    return found
+            found.append(_Noticed(when.timestamp(), int(code), local_rank, node))
+    return sorted(found)
 
 
 def _masked(restart: Restart, mask: Mask) -> Restart:
