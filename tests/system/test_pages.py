@@ -1,7 +1,10 @@
 """The pages for those who come with a script, from another tool, or with an error message."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,3 +250,41 @@ def test_the_reasons_of_slurm_are_those_that_status_shows(reason: str) -> None:
 def flat(page: str) -> str:
     """Return the text of a page on errors without its line breaks."""
     return re.sub(r"\s+", " ", ERRORS[page])
+
+
+# ---- From Python
+
+PYTHON_SCRIPT = """
+import argparse, json, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--lr", type=float, default=1.0)
+given = parser.parse_args()
+with open(os.environ["TRAIN_RUN_DIR"] + "/metrics.jsonl", "a") as file:
+    for step in range(given.epochs):
+        file.write(json.dumps({"version": 1, "step": step, "loss": given.lr}) + "\\n")
+        print("step", step)
+"""
+
+
+def test_the_python_of_its_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PYTHON_SCRIPT)
+    (tmp_path / "job.yaml").write_text("name: mine\nscript: train.py\n")
+    code = "".join(blocks((HOW_TO / "python.md").read_text(), "python"))
+    code += "print(len(rows), rows['loss'].max(), lines, restarts, len(newest), longer.args)\n"
+    code += "print(wider.resources.nnodes, script.splitlines()[0])\n"
+    environ = {**os.environ, "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=environ, check=False, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "succeeded"
+    assert re.match(r"failed fatal: rank 0 on node-0: .*unrecognized arguments: --no-such", said[1])
+    assert re.match(r"0 node-0 .*unrecognized arguments: --no-such-flag", said[2])
+    assert [line.split()[1] for line in said[3:5]] == ["succeeded", "succeeded"]
+    lines = [f"[rank 0] step {step}" for step in (0, 1)]
+    assert said[5] == f"2 1.0 {lines} [] 3 ('--epochs', '3')"
+    assert said[6] == "2 #!/bin/bash"
+    assert (tmp_path / "run.html").stat().st_size > 10_000
