@@ -106,9 +106,9 @@ def main(options: Options) -> int:
             return 1
     preload_secrets(options.policy)
     begin = os.environ.pop("_log_begin", "")
-    path = batch_opening.log_of_this_process()
-    size = int(begin) if begin.isdigit() else os.stat(path).st_size
-    log = JobLog(path, size)
+    log = batch_opening.log_from_here()
+    if begin.isdigit():
+        log = JobLog(log.path, int(begin))
     slurm = Slurm(os.environ)
     restarts = batch_opening.restarts_of(slurm)
     start = Start(run_dir, options.mode, restarts, options.point, options.takes_turns)
@@ -124,7 +124,7 @@ def main(options: Options) -> int:
         while batch.stays:
             attempt.note("exit_status", str(status))
             os.environ["TRAIN_ATTEMPT_BEGAN"] = str(int(time.time()))
-            log = JobLog(path, os.stat(path).st_size)
+            log = batch_opening.log_from_here()
             start = start._replace(after=attempt.number)
             attempt = batch_opening.open_batch_attempt(start, log)
             batch = Batch(options, start, attempt, slurm, log, signals)

@@ -61,13 +61,15 @@ class Start(NamedTuple):
         return self.restarts > 0 or self.after is not None
 
 
-def log_of_this_process() -> str:
-    """Return the file that the batch script writes to; /dev/null if it writes to none."""
+def log_from_here() -> JobLog:
+    """Return what will be written to the batch script's log; of /dev/null if there is none."""
     try:
         path = os.readlink("/proc/self/fd/2")
+        if os.path.isfile(path):
+            return JobLog(path, os.stat(path).st_size)
     except OSError:
-        return os.devnull
-    return path if os.path.isfile(path) else os.devnull
+        pass
+    return JobLog(os.devnull, 0)
 
 
 def restarts_of(slurm: Slurm) -> int:
