@@ -273,7 +273,7 @@ def test_a_newer_slurm_is_asked_and_answers_alike(
     assert third.wait(300).state is toolkit.RunState.CANCELLED
     shell.go.touch()
     assert first.wait(300).state is toolkit.RunState.SUCCEEDED, failure(first)
-    assert "queued again" in output(first)
+    assert "started again on the same nodes" in output(first)
     assert second.wait(300).state is toolkit.RunState.SUCCEEDED, failure(second)
     assert sweep.wait(300).state is toolkit.RunState.FAILED
     assert [status.state.upper() for status in sweep.statuses()] == ["SUCCEEDED", "FAILED"]
