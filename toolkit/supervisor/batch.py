@@ -763,7 +763,7 @@ class Batch(JobEvidence):
 
     def _supervisor_failed(self, error: Exception) -> int:
         """Queue the job again once: the mistake may lie in what was there this time."""
-        self.concluding = True
+        self.concluding, self.stays = True, False
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         before = read(folder_of(self.attempt.run_dir, self.attempt.number - 1) + "/reason", 100)
         verdict = Verdict("lost", f"the supervisor failed: {said}")

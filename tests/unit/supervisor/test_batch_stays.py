@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.batch_role import Role
+from tests.support.ending_batch import Cluster, Job
 from toolkit.rendering import payload
 from toolkit.supervisor.batch_opening import NothingToDo, Start, open_batch_attempt
 from toolkit.supervisor.evidence.job_log import JobLog
@@ -150,6 +151,25 @@ def test_a_cancellation_between_two_attempts_counts(role: Role) -> None:
     assert role.run() == 1
     assert role.text("reason", 1) == "cancelled: by toolkit cancel; not queued again"
     assert len(role.asked("srun")) == 1
+
+
+def test_a_supervisor_that_fails_as_its_attempt_ends_queues_the_job_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, cluster=Cluster(down="n1:alloc n2:alloc"))
+
+    def fails() -> None:
+        raise RuntimeError("boom")
+
+    with job.batch() as batch:
+        for node in (0, 1):
+            (job.folder(0) / f"ended-{node}").write_text("1\n")
+        monkeypatch.setattr(batch, "run", lambda: batch.conclude(1))
+        monkeypatch.setattr(batch, "tell_stalls", fails)
+        assert batch.supervised() == 1
+        assert not batch.stays
+    assert job.reason == "lost: the supervisor failed: RuntimeError: boom; queued again"
+    assert job.asked[0] == "requeue 7"
 
 
 def test_who_has_taken_over_is_left_alone(tmp_path: Path) -> None:
