@@ -1,6 +1,18 @@
 """The reference pages of the Python API: the public names, for mkdocstrings to document."""
 
+import re
+from pathlib import Path
+
 import toolkit
+
+GUIDE = Path(__file__).parents[1] / "docs/how-to/python.md"
+CALLS = {
+    "Submit a job and wait for its end": "toolkit.load(",
+    "Look at the script or the manifest first": "toolkit.render(",
+    "Read results and logs": "run.metrics(",
+    "Find a run again": "toolkit.open_run(",
+}
+"""What most people need, each with a call in the example of the guide that shows it."""
 
 PAGES = {
     "jobs": ("Projects, jobs, plans, rendering", ("project", "job", "planning", "rendering")),
@@ -28,8 +40,17 @@ def pages() -> dict[str, str]:
             [f"# Python: {title}", *(f"::: toolkit.{name}" for name in here)]
         )
     table = "\n".join(["| page | names |", "|---|---|", *listed])
-    overview = (
-        "# Python\n\n`import toolkit` is all that a notebook needs; every command of the command "
-        f"line is one of these calls.\n\n{table}\n"
-    )
-    return {"reference/python.md": overview, **found}
+    blocks = re.findall(r"(?ms)^```python$.*?^```$", GUIDE.read_text())
+    examples = [
+        f"## {title}\n\n{next(block for block in blocks if call in block)}"
+        for title, call in CALLS.items()
+    ]
+    overview = [
+        "# Python",
+        "`import toolkit` is all that a notebook needs; most commands of the command line are one "
+        "of these calls. How to use them: [From Python](../how-to/python.md).",
+        *examples,
+        "## All names",
+        table,
+    ]
+    return {"reference/python.md": "\n\n".join(overview) + "\n", **found}

@@ -77,8 +77,8 @@ def main() -> None:
     page = ROOT / "README.md"
     page.write_text(with_its_script(page.read_text()))
     schemas = {"job": toolkit.json_schema(), "profile": toolkit.profile_schema()}
-    for path, text in PAGES.items():
-        (ROOT / path).write_text(text)
+    for path, written in PAGES.items():
+        (ROOT / path).write_text(written())
     for name, schema in schemas.items():
         text = json.dumps(schema, indent=2, ensure_ascii=False)
         (ROOT / f"docs/reference/{name}.schema.json").write_text(f"{text}\n")

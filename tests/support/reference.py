@@ -1,16 +1,16 @@
 """The reference pages, written from docstrings of fields and from help texts."""
 
 import types
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tests.support import key_reference
 from tests.support.command_reference import commands_page
 from toolkit import profile
-from toolkit.job import kubernetes_options, schema, spec, sweep
+from toolkit.job import kubernetes_options, spec, sweep
 from toolkit.job.types import FrozenModel
 from toolkit.lint.check import (
     CLUSTER_RULES,
@@ -21,59 +21,47 @@ from toolkit.lint.check import (
     TRAINING_RULES,
 )
 from toolkit.lint.rulebook import Rule
-from toolkit.profile.base import Price
+from toolkit.profile.base import Price, SiteProfile
 from toolkit.profile.kubernetes import Toleration, Topology
 from toolkit.text.quantities import format_duration
 from train.cli import flags
 
-JOB = (
-    spec.JobSpec,
-    spec.Resources,
-    spec.NodeRange,
-    spec.Stop,
-    spec.Retries,
-    spec.Notify,
-    spec.Mount,
-    spec.Secret,
-    kubernetes_options.KubernetesOptions,
-    kubernetes_options.Patch,
-    sweep.Sweep,
-    spec.Dependency,
-)
-PROFILES = (
-    profile.LocalProfile,
-    profile.SlurmProfile,
-    profile.KubernetesProfile,
-    profile.NodeFacts,
-    Price,
-    spec.Notify,
-    profile.Switches,
-    Toleration,
-    Topology,
-)
+JOB: dict[str, type[FrozenModel]] = {
+    "": spec.JobSpec,
+    "resources.": spec.Resources,
+    "resources.nnodes.": spec.NodeRange,
+    "stop.": spec.Stop,
+    "retries.": spec.Retries,
+    "notify.": spec.Notify,
+    "mounts[].": spec.Mount,
+    "secrets.NAME.": spec.Secret,
+    "kubernetes.": kubernetes_options.KubernetesOptions,
+    "kubernetes.patches[].": kubernetes_options.Patch,
+    "sweep.": sweep.Sweep,
+    "after[].": spec.Dependency,
+}
+PROFILES: dict[str, type[FrozenModel]] = {
+    "every:": SiteProfile,
+    "local:": profile.LocalProfile,
+    "slurm:": profile.SlurmProfile,
+    "kubernetes:": profile.KubernetesProfile,
+    "every:node.": profile.NodeFacts,
+    "every:price.": Price,
+    "every:notify.": spec.Notify,
+    "slurm:switches.": profile.Switches,
+    "kubernetes:tolerations[].": Toleration,
+    "kubernetes:topology.": Topology,
+}
+"""The models of a page, each by the keys that lead to it."""
 
 
-def page(title: str, source: str, models: tuple[type[FrozenModel], ...]) -> str:
-    """Return a page with a table for each model."""
-    parts = [f"# {title}", f"Written by `make golden` from the docstrings in `{source}`."]
-    for model in models:
-        summary = (model.__doc__ or "").strip()
-        parts += [f"## {model.__name__}", summary, "\n".join(_table(model, models))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(model: type[FrozenModel], on_page: tuple[type[FrozenModel], ...]) -> Iterator[str]:
-    yield "| key | what it takes | default | |"
-    yield "|---|---|---|---|"
-    documented: dict[str, str] = {}
-    for owner in reversed(model.__mro__):
-        if issubclass(owner, FrozenModel) and owner is not FrozenModel:
-            documented |= schema.field_docstrings(owner)
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        text = documented[name].replace("|", "\\|").replace("\n", " ")
-        kind = _kind(name, field.annotation, on_page)
-        yield f"| `{key}` | {kind} | {_default(name, field)} | {text} |"
+def page(title: str, examples: str, models: dict[str, type[FrozenModel]]) -> str:
+    """Return a page with a heading for each key."""
+    on_page = tuple(models.values())
+    parts = key_reference.sections(
+        examples, models, lambda name, annotation: _kind(name, annotation, on_page), _default
+    )
+    return "\n\n".join([f"# {title}", key_reference.INTRODUCTION, *parts]) + "\n"
 
 
 def _kind(name: str, annotation: Any, on_page: tuple[type[FrozenModel], ...]) -> str:
@@ -172,10 +160,10 @@ def rules() -> str:
 
 
 PAGES = {
-    "docs/reference/job-file.md": page("The job file", "toolkit/job/spec.py", JOB),
-    "docs/reference/profiles.md": page("Profiles", "toolkit/profile/", PROFILES),
-    "docs/reference/rules.md": rules(),
-    "docs/reference/train.md": train_page(),
-    "docs/reference/commands.md": commands_page(),
+    "docs/reference/job-file.md": lambda: page("The job file", "job.yaml", JOB),
+    "docs/reference/profiles.md": lambda: page("Profiles", "profiles.yaml", PROFILES),
+    "docs/reference/rules.md": rules,
+    "docs/reference/train.md": train_page,
+    "docs/reference/commands.md": commands_page,
 }
-"""Reference page: its required content."""
+"""Reference page: what writes its content."""

@@ -127,6 +127,38 @@ def test_cancel_stops_a_run_and_the_ranks_are_told(place: Place, until: Until) -
     assert run.failure() is None
 
 
+WARM = """
+import os, signal, torch, torch.distributed as dist
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(64, 3))
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])  # of this node
+    for step, (batch,) in enumerate(DataLoader(data, batch_size=8, num_workers=2)):
+        if (step, start, dist.get_rank()) == (4, 0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    print(f"made {step + 1} steps, forked: {'warm_parent' in parent}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def test_warm_ranks_are_forked_and_go_on_after_a_kill(place: Place, tmp_path: Path) -> None:
+    (script := tmp_path / "warm.py").write_text(WARM)
+    more = {"script": str(script), "command": None, "start": "warm", "retries": {"in_job": 1}}
+    run = place.submit("", **more)
+    status = run.wait(300)
+    assert status.state is toolkit.RunState.SUCCEEDED, output(run)
+    assert output(run).count("made 8 steps, forked: True") == 2, output(run)
+
+
 @pytest.mark.slow
 def test_cancelling_what_has_ended_changes_nothing(place: Place) -> None:
     run = place.submit("true")

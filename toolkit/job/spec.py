@@ -306,6 +306,11 @@ class JobSpec(FrozenModel):
     retries: Retries = Field(default_factory=Retries.model_construct)
     """What happens after a failure."""
 
+    start: Literal["cold", "warm"] = "cold"
+    """How ranks start: `cold`, each by itself, or `warm`, forked on each node from a process that
+    has imported torch. After a failure, warm ranks need [a fraction of the
+    time](../how-to/failures.md#warm-starts). Only for `script` and `module`."""
+
     stall_timeout_s: types.Limit | None = Field(default=None, alias="stall_timeout")
     """A run without a step for so long, like `10m`, is [stalled](../how-to/hangs.md): the ranks
     that keep the others waiting are named and killed, which is a failure as `retries` counts them.
@@ -368,6 +373,14 @@ class JobSpec(FrozenModel):
             problems.append(
                 "the first argument is '--', which torchrun's own command line would swallow; "
                 "put another one before it"
+            )
+        forks_itself = str(given.get("script") or "").startswith(types.IN_RUN_DIR)
+        if given.get("start") == "warm" and (given.get("command") or forks_itself):
+            problems.append(
+                "start: warm changes nothing, since torchrun forks a function's ranks; leave it out"
+                if forks_itself
+                else "start: warm forks Python, and command starts any program; write script or "
+                "module, or leave it out"
             )
         if given.get("log_rank") and not given.get("log_pattern"):
             problems.append("log_rank says whose output log_pattern reads, and there is none")

@@ -130,6 +130,7 @@ def _without_supervisor(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem
         (job.resources.elastic, "nnodes with min and max", ("resources", "nnodes")),
         (bool(job.stall_timeout_s), "stall_timeout", ("stall_timeout",)),
         (bool(job.log_pattern), "log_pattern", ("log_pattern",)),
+        (job.start == "warm", "start: warm", ("start",)),
         (job.carried, "a function", ()),
         (notify_of(job, profile) is not None, "notify", ("notify",) if job.notify else ()),
         (profile.runtime in ("apptainer", "podman"), f"runtime {profile.runtime}", ()),

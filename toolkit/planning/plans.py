@@ -159,6 +159,11 @@ class LaunchPlan:
         return self.job.stop.protect_children
 
     @property
+    def warm(self) -> bool:
+        """Whether ranks are forked from a process that has imported torch."""
+        return self.job.start == "warm"
+
+    @property
     def log_pattern(self) -> str | None:
         """What finds steps in the output of a rank; None if the job leaves that out."""
         return self.job.log_pattern

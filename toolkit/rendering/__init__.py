@@ -17,7 +17,7 @@ from toolkit.rendering.environment import (
     shell_quote,
     template_text,
 )
-from toolkit.rendering.payload import PAYLOADS
+from toolkit.rendering.payload import payload_of
 
 if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
@@ -55,5 +55,5 @@ def _texts(plan: "LaunchPlan") -> Iterable[str]:
 
         return render_with(Path(plan.profile.templates_dir), plan.objects)
     template = our_environment().get_template
-    known = {"version": __version__, "supervisor": PAYLOADS[plan.profile.kind]}
+    known = {"version": __version__, "supervisor": payload_of(plan)}
     return (template(one.template).render(known, plan=one) for one in plan.objects)

@@ -10,14 +10,18 @@ import bz2
 import functools
 import hashlib
 import io
+import itertools
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import InputError
+
+if TYPE_CHECKING:
+    from toolkit.planning.plans import LaunchPlan
 
 FILE = "supervisor.pyz"
 """Its name where it is mounted or unpacked."""
@@ -46,17 +50,23 @@ ROLES = {"slurm": ("batch", "node"), "kubernetes": ("pod",), "local": ("local",)
 _ONLY = {"inside.sh": "slurm", "watchdog/trainer_status.py": "kubernetes"}
 """What one kind of site alone needs: containers on Slurm, TrainJobs."""
 
+_FEATURES = {
+    "log_pattern": ("watchdog/log_steps.py",),
+    "warm": ("watchdog/rank_warm.py", "watchdog/warm_parent.py"),
+}
+"""What few jobs need, by the property of their plan."""
+
 
 class Payload:
     """The supervisor as templates see it; it is packed when a template first needs it."""
 
-    def __init__(self, kind: str) -> None:
-        """Prepare the supervisor for a kind of site."""
-        self._kind = kind
+    def __init__(self, kind: str, features: frozenset[str]) -> None:
+        """Prepare the supervisor for a kind of site and what a job needs."""
+        self._kind, self._features = kind, features
 
     @functools.cached_property
     def _archive(self) -> bytes:
-        return archive(self._kind)
+        return archive(self._kind, self._features)
 
     @property
     def sha256(self) -> str:
@@ -80,16 +90,26 @@ class Carried(NamedTuple):
     """Whether it is that of this version of the toolkit, byte by byte."""
 
 
-PAYLOADS = {kind: Payload(kind) for kind in ROLES}
-"""The supervisor of this version of the toolkit, by the kind of site."""
+@functools.cache
+def payload(kind: str, features: frozenset[str]) -> Payload:
+    """Return the supervisor of this version of the toolkit for a kind of site."""
+    return Payload(kind, features)
 
 
-def archive(kind: str) -> bytes:
+def payload_of(plan: "LaunchPlan") -> Payload:
+    """Return the supervisor that a plan needs."""
+    features = frozenset(name for name in _FEATURES if getattr(plan, name))
+    return payload(plan.profile.kind, features)
+
+
+def archive(kind: str, features: Collection[str] = ()) -> bytes:
     """Return the archive for a kind of site: `python3 -ISu supervisor.pyz ROLE …` runs it."""
     folder = Path(__file__).parent.parent / "supervisor"
     wanted = {folder / "__init__.py", folder / "__main__.py", *folder.glob("*.sh")}
     wanted |= {path for path in folder.glob("watchdog/*") if path.suffix in (".py", ".sh")}
     wanted -= {folder / name for name, only in _ONLY.items() if only != kind}
+    left_out = [names for feature, names in _FEATURES.items() if feature not in features]
+    wanted -= {folder / name for names in left_out for name in names}
     unread = [folder / "notify.py", folder / "supervised.py"]
     unread += [folder / f"{role}.py" for role in ROLES[kind]]
     while unread:
@@ -108,6 +128,13 @@ def archive(kind: str) -> bytes:
             entry.external_attr = 0o644 << 16
             file.writestr(entry, content)
     return packed.getvalue()
+
+
+def _is_ours(content: bytes) -> bool:
+    """Whether it is an archive of this version."""
+    needs = itertools.product((False, True), repeat=len(_FEATURES))
+    wanted = [list(itertools.compress(_FEATURES, each)) for each in needs]
+    return any(content == archive(kind, each) for each in wanted for kind in ROLES)
 
 
 def _imported(path: Path) -> Iterator[Path]:
@@ -210,4 +237,4 @@ def carried_supervisor(path: Path) -> Carried:
         sources = _sources(content)
     except (ValueError, zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
         raise InputError(f"{path}: the archive cannot be read: {error}") from None
-    return Carried(hashlib.sha256(content).hexdigest(), sources, content in map(archive, ROLES))
+    return Carried(hashlib.sha256(content).hexdigest(), sources, _is_ours(content))

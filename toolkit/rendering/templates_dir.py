@@ -24,7 +24,7 @@ from toolkit.errors import InputError, Problem, RenderError
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.plans import LaunchPlan
 from toolkit.rendering.environment import templates_folder
-from toolkit.rendering.payload import PAYLOADS
+from toolkit.rendering.payload import payload_of
 
 CPU_S = 5
 """CPU seconds that the templates of a folder may take for a script or manifest."""
@@ -56,7 +56,7 @@ def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
         RenderError: the first mistake in the templates, with its line, or a limit that was reached.
     """
     _require_template(folder, plans[0].template)
-    packed = PAYLOADS[plans[0].profile.kind]
+    packed = payload_of(plans[0])
     request = {
         "folder": str(folder),
         "template": plans[0].template,

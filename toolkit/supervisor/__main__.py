@@ -126,6 +126,7 @@ def _add_node(role: argparse.ArgumentParser) -> None:
     _add_join_timeout(role, 600)
     role.add_argument("--stall", default="never", help="seconds, learned or never")
     role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--warm", action="store_true", help="fork ranks where torch is imported")
     role.add_argument("--elastic", action="store_true", help="the others go on without this node")
     role.add_argument("--joins", action="store_true", help="a job of its own that joins a run")
     role.add_argument("--restarts", type=int, default=0, help="of torchrun on this node alone")
@@ -187,6 +188,7 @@ def _add_policy(role: argparse.ArgumentParser) -> None:
     role.add_argument("--grace", type=int, default=60, help="seconds that a stop may take")
     role.add_argument("--stall", default="never", help="seconds, learned or never")
     role.add_argument("--protect-children", action="store_true", help="until their rank ends")
+    role.add_argument("--warm", action="store_true", help="fork ranks where torch is imported")
     role.add_argument("--notify-on", default="", help="end,failure,requeue,stall")
     role.add_argument("--notify-webhook-file", default="")
     role.add_argument("--notify-variable", default="", help="that holds the webhook's address")
@@ -209,6 +211,7 @@ def _policy(given: argparse.Namespace) -> "Policy":
         grace_s=given.grace,
         stall=given.stall,
         protect_children=given.protect_children,
+        warm=given.warm,
         needs=given.need,
         secrets=secrets,
         secret_files=secret_files,

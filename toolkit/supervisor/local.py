@@ -131,12 +131,13 @@ class LocalAttempt(Supervised):
     def _start(self) -> None:
         options, policy, attempt = self.options, self.policy, self.attempt
         prefix: List[str] = []
-        if policy.stall != "never" or policy.protect_children:
+        if policy.stall != "never" or policy.protect_children or policy.warm:
             start = write_watchdog(
                 attempt.path("watchdog"),
                 watches=policy.stall != "never",
                 reads_steps="TRAIN_LOG_PATTERN" in os.environ,
                 children=policy.protect_children,
+                warm=policy.warm,
             )
             prefix = ["sh", start, policy.stall]
         environ = {

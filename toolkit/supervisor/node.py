@@ -56,6 +56,8 @@ class Options(NamedTuple):
     """Seconds without a step, or `learned`, after which ranks hang."""
     protect_children: bool = False
     """Whether child processes of a rank outlive a stop until the rank has ended."""
+    warm: bool = False
+    """Whether ranks are forked from a process that has imported torch."""
     elastic: bool = False
     """Whether the others go on without this node."""
     joins: bool = False
@@ -270,7 +272,7 @@ class Node:
         """
         options = self.options
         watches = options.stall != "never"
-        if not watches and not options.protect_children:
+        if not watches and not options.protect_children and not options.warm:
             return []
         pattern = "TRAIN_LOG_PATTERN"
         try:
@@ -280,6 +282,7 @@ class Node:
                 reads_steps=pattern in self.environ
                 or any(one.startswith(pattern + "=") for one in options.variables),
                 children=options.protect_children,
+                warm=options.warm,
             )
         except OSError as error:
             print(f"{self.name}: the run goes on without a watchdog: {error}", file=sys.stderr)

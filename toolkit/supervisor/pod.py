@@ -285,20 +285,22 @@ class PodStart(PodFolder):
     def _preparation(self) -> List[str]:
         """Return what starts torchrun with the watchdog; nothing if it cannot be written."""
         options = self.options
-        if options.policy.stall == "never" and not options.policy.protect_children:
+        policy = options.policy
+        if policy.stall == "never" and not policy.protect_children and not policy.warm:
             return []
         try:
             program = write_watchdog(
                 self.file("watchdog"),
-                watches=options.policy.stall != "never",
+                watches=policy.stall != "never",
                 reads_steps="TRAIN_LOG_PATTERN" in os.environ,
-                children=options.policy.protect_children,
+                children=policy.protect_children,
+                warm=policy.warm,
                 tells_trainer="KUBEFLOW_TRAINER_SERVER_URL" in os.environ,
             )
         except OSError as error:
             say(f"goes on without the watchdog: {error}")
             return []
-        return ["sh", program, options.policy.stall]
+        return ["sh", program, policy.stall]
 
     # ---- While torchrun runs
 

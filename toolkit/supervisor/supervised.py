@@ -33,6 +33,8 @@ class Policy(NamedTuple):
     """Seconds without a step, or `learned`, after which ranks hang."""
     protect_children: bool = False
     """Whether child processes of a rank outlive a stop until the rank has ended."""
+    warm: bool = False
+    """Whether ranks are forked from a process that has imported torch."""
     receivers: Receivers = Receivers()
     needs: Sequence[str] = ()
     """Files and folders that must exist."""

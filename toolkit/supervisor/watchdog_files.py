@@ -12,7 +12,13 @@ _SITE = "sitecustomize.py"
 
 
 def write_watchdog(
-    folder: str, *, watches: bool, reads_steps: bool, children: bool, tells_trainer: bool = False
+    folder: str,
+    *,
+    watches: bool,
+    reads_steps: bool,
+    children: bool,
+    warm: bool = False,
+    tells_trainer: bool = False,
 ) -> str:
     """Write the programs into a folder; return the path of `start.sh`.
 
@@ -21,6 +27,7 @@ def write_watchdog(
         watches: Whether the watchdog runs, not only what prepares the ranks.
         reads_steps: Whether steps are read from the ranks' output (`log_pattern`).
         children: Whether child processes of a rank outlive a stop.
+        warm: Whether ranks are forked from a process that has imported torch.
         tells_trainer: Whether the watchdog tells Kubeflow Trainer how far the run is.
     """
     os.makedirs(os.path.join(folder, "site"), exist_ok=True)
@@ -31,6 +38,8 @@ def write_watchdog(
         names += ["trainer_status.py"] if tells_trainer else []
     if children:
         names.append("site/rank_children.py")
+    if warm:
+        names += ["site/rank_warm.py", "site/warm_parent.py"]
     for name in names:
         source = pkgutil.get_data(__package__, "watchdog/" + name.rpartition("/")[2])
         assert source is not None

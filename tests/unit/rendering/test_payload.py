@@ -113,9 +113,30 @@ def sources(kind: str) -> dict[str, str]:
     return {payload.MAIN: main.decode(), **json.loads(bz2.decompress(table))}
 
 
-@pytest.mark.parametrize(("kind", "most"), [("slurm", 70), ("kubernetes", 60), ("local", 60)])
+@pytest.mark.parametrize(("kind", "most"), [("slurm", 68), ("kubernetes", 53), ("local", 48)])
 def test_a_script_carries_some_kilobytes(kind: str, most: int) -> None:
-    assert len(payload.PAYLOADS[kind].base64) <= most * 1000
+    assert len(payload.payload(kind, frozenset()).base64) <= most * 1000
+
+
+@pytest.mark.parametrize(
+    ("keys", "program"),
+    [
+        ({"log_pattern": "step (?P<step>[0-9]+)"}, "watchdog/log_steps.py"),
+        ({"start": "warm"}, "watchdog/rank_warm.py"),
+        ({"start": "warm"}, "watchdog/warm_parent.py"),
+    ],
+)
+def test_what_few_jobs_need_is_carried_for_them(
+    keys: dict[str, str], program: str, tmp_path: Path
+) -> None:
+    for site in (toolkit.SlurmProfile(name="s"), toolkit.KubernetesProfile(name="k")):
+        for given in ({}, keys):
+            job = {"name": "x", "script": "x.py", "image": "i:1", **given}
+            plan = toolkit.plan(toolkit.JobSpec.model_validate(job), site)
+            (script := tmp_path / "script").write_text(toolkit.render(plan))
+            carried = toolkit.carried_supervisor(script)
+            assert (f"supervisor/{program}" in carried.sources) == bool(given)
+            assert carried.is_ours
 
 
 def statements(source: str) -> str:
@@ -217,7 +238,7 @@ def test_people_see_a_comment_in_its_place() -> None:
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
 def test_a_plain_text_ends_with_the_sources(kind: str) -> None:
     begin = "spec:" if kind == "kubernetes" else "#!/bin/bash"
-    text = f"{begin}\n# supervisor.pyz: {payload.PAYLOADS[kind].base64}\n"
+    text = f"{begin}\n# supervisor.pyz: {payload.payload(kind, frozenset()).base64}\n"
     lines = payload.plain(text).splitlines()
     assert lines[:2] == [begin, "# supervisor.pyz: the sources are below"]
     assert all(line.startswith("#") for line in lines[1:]), "no part of it runs"

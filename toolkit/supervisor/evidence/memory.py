@@ -63,7 +63,13 @@ def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
         variables = _variables(pid)
         if variables.get("RANK"):
             restart = _number(variables.get("TORCHELASTIC_RESTART_COUNT", ""))
-            yield Rank(pid, variables["RANK"], restart)
+            yield Rank(_stands_in_for(pid) or pid, variables["RANK"], restart)
+
+
+def _stands_in_for(pid: int) -> int:
+    """Return the rank in whose place a process stands (watchdog/rank_warm.py); 0 if in none's."""
+    word, _, rank = read(f"/proc/{pid}/comm", 20).strip().partition("-")
+    return _number(rank) if word == "for" else 0
 
 
 def peak_kb(pid: int) -> int:

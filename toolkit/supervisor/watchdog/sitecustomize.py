@@ -44,26 +44,36 @@ def prepare() -> None:
                 rank_children.protect(rank, above)
             return
         del environ[PIDS]  # of a rank that has submitted this job
+    if environ.pop("TRAIN_WARM_PARENT", ""):  # each rank that it forks is prepared then
+        return
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit():
-        become_rank()
-        if "TRAIN_WATCHDOG" in environ:
-            import rank_watch
+        if "TRAIN_WARM" in environ:
+            import rank_warm
 
-            rank_watch.open_to_watchdog(environ["TRAIN_WATCHDOG"])
-            rank_watch.go_on_in_wandb()
-    else:
-        os.register_at_fork(after_in_child=become_rank)  # torchrun, with --start-method=fork
+            rank_warm.start(ancestors_of(os.getpid()))
+        become_rank(ancestors_of(os.getpid()))
+        watch_rank()
+    else:  # torchrun, with --start-method=fork
+        os.register_at_fork(after_in_child=lambda: become_rank(ancestors_of(os.getpid())))
 
 
-def become_rank() -> None:
+def become_rank(ancestors: list[int]) -> None:
     """Have this rank's child processes know it, and outlive a stop."""
     if PIDS in os.environ:  # a child process of a rank that was forked
         return
     own = os.getpid()
-    ancestors = ancestors_of(own)
     os.environ[PIDS] = " ".join(map(str, [own, *ancestors]))
     if rank_children := sys.modules.get("rank_children"):
         rank_children.protect(own, ancestors)
+
+
+def watch_rank() -> None:
+    """Let the watchdog look into this rank, if there is one."""
+    if "TRAIN_WATCHDOG" in os.environ:
+        import rank_watch
+
+        rank_watch.open_to_watchdog(os.environ["TRAIN_WATCHDOG"])
+        rank_watch.go_on_in_wandb()
 
 
 def load_hidden() -> None:

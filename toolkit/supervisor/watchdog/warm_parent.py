@@ -1,0 +1,462 @@
+"""Imports once what each rank of this node would import, and forks the ranks (`start: warm`).
+
+`python3 -u warm_parent.py ADDRESS TORCHRUN_PID COMMAND...`, started by start.sh, which then becomes
+torchrun. A process that torchrun starts for a rank asks at ADDRESS (rank_warm.py) and stays in the
+rank's place for torchrun: it passes on signals, and ends as the rank ends. Each start of the ranks
+after the first also has what the script itself imports from installed packages.
+
+A rank is forked only into the same Python with the same options and variables, and only after a
+child process has computed with torch: threads that were started before a fork do not exist after
+it, and what waits for them hangs. In any other case the rank starts as it would without this.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ast
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import random
+import runpy
+import select
+import signal
+import site
+import socket
+import struct
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rank_warm import PER_RANK, Request, interpreter, receive, send
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+_spec = importlib.util.spec_from_file_location("rank_hook", os.path.join(HERE, "sitecustomize.py"))
+assert _spec is not None and _spec.loader is not None
+rank_hook = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rank_hook)
+for _name in ("rank_children", "rank_watch"):
+    with contextlib.suppress(ImportError):  # the job may do without
+        importlib.import_module(_name)
+
+CANARY_S = 20.0
+"""How long a child process may compute."""
+
+LOOK_S = 0.5
+"""How often it is looked whether torchrun has ended."""
+
+STABLE_S, STABLE_AFTER = 1.0, 5
+"""How often a rank looks whether it still imports, and after how many looks without it says what it
+has imported."""
+
+FIRST = ("torch", "torch._dynamo", "torch.distributed.tensor")
+"""What a script that trains imports: an optimizer and DDP import the last two."""
+
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/accel")
+"""What is opened by a process that has used a device: it must not fork."""
+
+PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
+
+STARTED_WITH = dict(os.environ)
+"""The variables of this process, before an import has set others."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Parent:
+    """This process, before it has forked."""
+
+    def __init__(self, server: socket.socket, torchrun: int) -> None:
+        self.server, self._torchrun = server, torchrun
+        """Where ranks are asked for, and who starts them."""
+        self.reason = ""
+        """Why no rank can be forked from here; empty if ranks can."""
+        self._ranks: dict[int, socket.socket] = {}
+        self._imported: dict[int, list[bytes]] = {}
+        """What a rank says that it has imported, by the end of the pipe that it writes into."""
+        self._wake, wake = os.pipe()
+        self._own = [self._wake, wake, server.fileno()]
+        for fd in (self._wake, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def load(self, names: Iterable[str]) -> None:
+        """Import modules, as far as they can be, and see whether ranks can still be forked."""
+        before = len(sys.modules)
+        with silent():
+            for name in names:
+                if name not in sys.modules:
+                    # What a package does at its import is its own business: also to exit.
+                    with contextlib.suppress(BaseException):
+                        importlib.import_module(name)
+        if len(sys.modules) > before and not self.reason:
+            self.reason = used_device() or canary()
+            gc.collect()
+            gc.freeze()  # so that a rank's garbage collector leaves these pages shared
+
+    def serve(self) -> Request:
+        """Fork a rank whenever one is asked for; return, in a rank, what it was asked with."""
+        while is_there(self._torchrun):
+            watched: list[Any] = [self.server, self._wake, *self._imported, *self._ranks.values()]
+            for ready in select.select(watched, [], [], LOOK_S)[0]:
+                if ready is self.server:
+                    request = self._answer()
+                    if request is not None:
+                        return request
+                elif ready == self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                elif isinstance(ready, int):
+                    self._read(ready)
+                else:  # torchrun has killed what stood in the rank's place
+                    self._kill(ready)
+            self._reap()
+        os._exit(0)  # the kernel ends the ranks
+
+    def _answer(self) -> Request | None:
+        """Answer who asks for a rank; return, in the rank, what it was asked with."""
+        connection, _ = self.server.accept()
+        connection.settimeout(10)
+        request = None
+        try:
+            if is_own(connection):
+                request = receive(connection)
+                reason = self.reason or refusal(request)
+                if not reason:
+                    return self._fork(connection, request)
+                send(connection, {"cold": reason})
+        except (OSError, ValueError, KeyError) as error:
+            with contextlib.suppress(OSError):
+                send(connection, {"cold": f"{type(error).__name__}: {error}"})
+        for fd in request.fds if request else ():
+            os.close(fd)
+        connection.close()
+        return None
+
+    def _fork(self, connection: socket.socket, request: Request) -> Request | None:
+        told, tell = os.pipe()
+        flush()
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for fd in {*self._own, *self._imported, told, connection.fileno()}:
+                os.close(fd)
+            for other in self._ranks.values():
+                os.close(other.detach())
+            self.server.detach()
+            connection.detach()
+            die_with(own)
+            request.tell = tell
+            return request
+        for fd in (*request.fds, tell):
+            os.close(fd)
+        self._ranks[pid] = connection
+        self._imported[told] = []
+        with contextlib.suppress(OSError):  # it has ended: so will the rank
+            send(connection, {"pid": pid})
+        return None
+
+    def _read(self, told: int) -> None:
+        """Take what a rank has imported; import it, too, once it is all there."""
+        part = os.read(told, 65536)
+        if part:
+            self._imported[told].append(part)
+            return
+        names = b"".join(self._imported.pop(told)).decode().split()
+        os.close(told)
+        self.load(names)
+
+    def _kill(self, connection: socket.socket) -> None:
+        for pid, other in self._ranks.items():
+            if other is connection:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for pid in [*self._ranks]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                connection = self._ranks.pop(pid)
+                with contextlib.suppress(OSError):
+                    send(connection, {"status": status})
+                connection.close()
+
+
+# ---- Whether ranks can be forked
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process of this user has not ended."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def refusal(request: Request) -> str:
+    """Return why a rank would not be the same if it were forked from here; empty if it would."""
+    if request.interpreter != interpreter():
+        return f"it has another Python or other options: {request.interpreter}"
+    differing = sorted(
+        name
+        for name in {*request.environ, *STARTED_WITH}
+        if request.environ.get(name) != STARTED_WITH.get(name) and not PER_RANK.fullmatch(name)
+    )
+    if differing:
+        return f"its variable {differing[0]} differs from that of torchrun"
+    return ""
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    size = struct.calcsize("3i")
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", peer)[1] == os.getuid())
+
+
+def used_device() -> str:
+    """Return which device this process has opened; empty if none."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            opened = os.readlink(f"/proc/self/fd/{fd}")
+            if opened.startswith(DEVICES):
+                return f"what it imports has opened {opened}"
+    return ""
+
+
+def canary() -> str:
+    """Return why a child process cannot compute; empty if it can."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "torch cannot be imported by the python3 that is first in PATH"
+    flush()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            die_with(os.getppid())
+            torch.set_num_threads(2)
+            matrix = torch.rand(256, 256, requires_grad=True)
+            (matrix @ matrix).relu().sum().backward()
+            torch.rand(100_000).sum().item()
+            status = 0
+        finally:
+            os._exit(status)
+    until_s = time.monotonic() + CANARY_S
+    ended = status = 0
+    while not ended and time.monotonic() < until_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0 if ended else 0.005)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return f"a forked process did not compute within {CANARY_S:.0f} s of what was imported"
+    return "a forked process could not compute after what was imported" if status else ""
+
+
+# ---- What is imported
+
+
+def imports_of(command: list[str]) -> Iterator[str]:
+    """Yield the modules that a training script imports at its top, as far as they are installed."""
+    words = iter(command[1:])
+    script = next((word for word in words if not word.startswith("--")), "")
+    if not script.endswith(".py"):
+        return
+    try:
+        with open(script, "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in tree.body:
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            with contextlib.suppress(Exception):
+                spec = importlib.machinery.PathFinder.find_spec(name.partition(".")[0])
+                if spec is not None and is_installed(spec):
+                    yield name
+
+
+def is_installed(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    """Whether a module belongs to Python or to a package that is installed, not to the script."""
+    origin = getattr(spec, "origin", None) or ""
+    return origin in ("built-in", "frozen") or origin.startswith(installed_places())
+
+
+@functools.lru_cache(maxsize=1)
+def installed_places() -> tuple[str, ...]:
+    """Return the folders of Python's own modules and of installed packages."""
+    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    return tuple(place + os.sep for place in places)
+
+
+def tell_imports(fd: int, known: set[str]) -> None:
+    """In a rank, say once which installed modules it has imported, when it imports no more."""
+    count, quiet = len(sys.modules), 0
+    while quiet < STABLE_AFTER:
+        time.sleep(STABLE_S)
+        quiet, count = (quiet + 1 if len(sys.modules) == count else 0), len(sys.modules)
+    names = [
+        name
+        for name, module in [*sys.modules.items()]
+        if name not in known and is_installed(getattr(module, "__spec__", None))
+    ]
+    content = "\n".join(names).encode()
+    with contextlib.suppress(OSError):
+        while content:
+            content = content[os.write(fd, content) :]
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep what is printed away: the script prints it when it imports the same."""
+    flush()
+    kept = os.dup(1), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in (1, 2):
+            os.dup2(nowhere, fd)
+        yield
+    finally:
+        flush()
+        for fd, old in zip((1, 2), kept):
+            os.dup2(old, fd)
+            os.close(old)
+        os.close(nowhere)
+
+
+def flush() -> None:
+    """Leave nothing in buffers that a forked process would write once more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+# ---- In a rank
+
+
+def die_with(parent: int) -> None:
+    """Have this process be killed when its parent is gone."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become(request: Request) -> None:
+    """Have this process be as Python is before it runs a script."""
+    os.setsid()
+    for fd, own in enumerate(request.fds):
+        os.dup2(own, fd)
+    for own in request.fds:
+        os.close(own)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    _libc.prctl(PR_SET_NAME, b"python3", 0, 0, 0)
+    for number in range(1, signal.NSIG):
+        if signal.getsignal(number) is not None:  # else it is not Python's
+            ignored = number in request.ignored
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    if signal.SIGINT not in request.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    set_at_import = {
+        name: value for name, value in os.environ.items() if STARTED_WITH.get(name) != value
+    }
+    os.environ.clear()
+    os.environ.update({**request.environ, **set_at_import})
+    sys.path[:] = [each for each in request.path if os.path.abspath(each or os.curdir) != HERE]
+    sys.argv[:] = request.arguments
+    vars(sys).get("orig_argv", [])[1:] = ["-u", *request.arguments]  # of Python 3.10
+    draw_anew()
+    try:
+        rank_hook.become_rank(request.ancestors)
+        rank_hook.watch_rank()
+    except Exception as error:  # the script must run all the same
+        print(f"torch-deploy-toolkit: this rank is not prepared: {error}", file=sys.stderr)
+
+
+def draw_anew() -> None:
+    """Have this rank draw other random numbers than the ranks that were forked before it."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
+
+
+def run(request: Request) -> None:
+    """Run the script or module as Python does, and end as Python does."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    script = request.arguments[0]
+    try:
+        if script == "-m":
+            sys.argv[:] = ["-m", *request.arguments[2:]]
+            sys.path.insert(0, os.getcwd())
+            vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
+            runpy._run_module_as_main(request.arguments[1])  # type: ignore[attr-defined]
+            return
+        path = os.path.join(os.getcwd(), script)
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        with open(path, "rb") as file:
+            content = file.read()
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        vars(main).update(__file__=path, __loader__=loader, __cached__=None, __annotations__={})
+        vars(main)["__builtins__"] = sys.modules["builtins"]
+        exec(compile(content, path, "exec", dont_inherit=True), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = error.__traceback__
+        own = run.__code__.co_filename
+        while traceback is not None and traceback.tb_frame.f_code.co_filename == own:
+            traceback = traceback.tb_next
+        error.__traceback__ = traceback
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+        sys.excepthook(type(error), error, traceback)
+        if isinstance(error, KeyboardInterrupt):
+            flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        raise SystemExit(1) from None
+
+
+def main() -> None:
+    """Be the parent, until torchrun ends; in each rank, run the script."""
+    address, torchrun, *command = sys.argv[1:]
+    server = socket.socket(socket.AF_UNIX)
+    server.bind("\0" + address)
+    server.listen(128)
+    parent = Parent(server, int(torchrun))
+    parent.load([*FIRST, *imports_of(command)])
+    request = parent.serve()
+    del parent, server
+    known = set(sys.modules)
+    become(request)
+    if request.environ["LOCAL_RANK"] == "0":
+        # Not by `threading`, whose list of threads is the script's.
+        _thread.start_new_thread(tell_imports, (request.tell, known))
+    else:
+        os.close(request.tell)
+    run(request)
+
+
+if __name__ == "__main__":
+    main()
