@@ -1,7 +1,7 @@
 """How long a fault stops the training, on a sandbox: from the fault to the first new step.
 
-Run as `make bench-recovery`; needs root, like the sandbox. Each fault hits a run of the toolkit, one
-with `start: warm`, and a run as a person would write it: sbatch --requeue, torchrun
+Run as `make bench-recovery`; needs root, like the sandbox. Each fault hits a run of the toolkit,
+one with `start: warm`, and a run as a person would write it: sbatch --requeue, torchrun
 --max-restarts=3, torch.save. The time is split into
 
 - detect: until the first rank that the fault has not ended itself ends;

@@ -45,17 +45,30 @@ def saved(run: toolkit.Run) -> int:
     return int(path.read_text())
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("context", "start"),
+    [
+        ("fork", "cold"),
+        ("forkserver", "cold"),
+        ("spawn", "warm"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("spawn", "cold"), ("fork", "warm"), ("forkserver", "warm"))
+        ),
+    ],
+)
 def test_a_cancelled_run_here_has_its_checkpoint(
-    context: str, tmp_path: Path, until: Until
+    context: str, start: str, tmp_path: Path, until: Until
 ) -> None:
     here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
-    run = toolkit.submit(job(context), to=here)
+    run = toolkit.submit(job(context, start=start), to=here)
     until(lambda: is_training(run), "both ranks train")
     run.cancel()
     assert run.wait(300).state is toolkit.RunState.CANCELLED
     assert saved(run) > 0
-    assert "is killed by signal" not in "\n".join(run.logs())
+    said = "\n".join(run.logs())
+    assert "is killed by signal" not in said
+    assert "starts cold" not in said
 
 
 @pytest.mark.slurm
@@ -257,7 +270,7 @@ FRAMEWORK_PAGES = {
 }
 
 
-def job_of(page: str, folder: Path) -> toolkit.JobSpec:
+def job_of(page: str, folder: Path, start: str = "cold") -> toolkit.JobSpec:
     """Return a job that runs the script of a page for as long as it is let."""
     script = recipe(page)
     if page == "own-script":
@@ -271,17 +284,33 @@ def job_of(page: str, folder: Path) -> toolkit.JobSpec:
         script = BEGINS + FRAMEWORK_PAGES[page][0] + script
     (folder / "train.py").write_text(script)
     content = {"name": "page", "script": str(folder / "train.py"), "resources": {"nnodes": 2}}
+    content["start"] = start
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FRAMEWORKS), "ACCELERATE_USE_CPU": "true"}
     more = {"env": env, "stop": {"grace": "60s"}, "retries": {"in_job": 1, "requeue": 1}}
     return toolkit.JobSpec.model_validate({**content, **more})
 
 
-@pytest.mark.parametrize("page", FRAMEWORK_PAGES)
+@pytest.mark.parametrize(
+    ("page", "start"),
+    [
+        ("migrate-from-lightning", "warm"),
+        ("migrate-from-accelerate", "cold"),
+        ("migrate-from-transformers", "warm"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("migrate-from-lightning", "cold"),
+                ("migrate-from-accelerate", "warm"),
+                ("migrate-from-transformers", "cold"),
+            )
+        ),
+    ],
+)
 def test_the_script_of_a_page_saves_when_it_is_stopped(
-    page: str, tmp_path: Path, until: Until
+    page: str, start: str, tmp_path: Path, until: Until
 ) -> None:
     here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
-    run = toolkit.submit(job_of(page, tmp_path), to=here)
+    run = toolkit.submit(job_of(page, tmp_path, start), to=here)
     folder = Path(str(run.run_dir))
     until(lambda: all((folder / f"trains-{n}-0").exists() for n in (0, 1)), "both ranks train")
     run.cancel()
@@ -289,6 +318,7 @@ def test_the_script_of_a_page_saves_when_it_is_stopped(
     said = "\n".join(run.logs())
     assert [*folder.glob(FRAMEWORK_PAGES[page][1])], said
     assert "is killed by signal" not in said
+    assert "starts cold" not in said
 
 
 @pytest.mark.slurm

@@ -58,6 +58,9 @@ STABLE_S, STABLE_AFTER = 1.0, 5
 """How often a rank looks whether it still imports, and after how many looks without it says what it
 has imported."""
 
+YIELD_S = 0.02
+"""How long a rank that exits leaves the GIL to its threads."""
+
 FIRST = ("torch", "torch._dynamo", "torch.distributed.tensor")
 """What a script that trains imports: an optimizer and DDP import the last two."""
 
@@ -422,6 +425,10 @@ def run(request: Request) -> None:
         vars(main)["__builtins__"] = sys.modules["builtins"]
         exec(compile(content, path, "exec", dont_inherit=True), vars(main))
     except SystemExit:
+        # What the script held is destroyed next, with the GIL held: a group of gloo then waits for
+        # a thread that wants the GIL to let go of its last tensor (torch 2.13). Without the imports
+        # of a cold rank's last lines it would often not have had it.
+        time.sleep(YIELD_S)
         raise
     except BaseException as error:
         traceback = error.__traceback__
