@@ -145,15 +145,15 @@ if __name__ == "__main__":
         model(batch).sum().backward()
         optimizer.step()
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-    print(f"made {step + 1} steps, forked: {'warm_parent' in parent}", flush=True)
+    print(f"made {step + 1} steps, forked: {'fork_server' in parent}", flush=True)
     dist.destroy_process_group()
 """
 
 
 def test_warm_ranks_are_forked_and_go_on_after_a_kill(place: Place, tmp_path: Path) -> None:
     (script := tmp_path / "warm.py").write_text(WARM)
-    more = {"script": str(script), "command": None, "start": "warm", "retries": {"in_job": 1}}
-    run = place.submit("", **more)
+    retries = {"in_job": 1}
+    run = place.submit("", script=str(script), command=None, start="warm", retries=retries)
     status = run.wait(300)
     assert status.state is toolkit.RunState.SUCCEEDED, output(run)
     assert output(run).count("made 8 steps, forked: True") == 2, output(run)

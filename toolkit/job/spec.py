@@ -307,9 +307,9 @@ class JobSpec(FrozenModel):
     """What happens after a failure."""
 
     start: Literal["cold", "warm"] = "cold"
-    """How ranks start: `cold`, each by itself, or `warm`, forked on each node from a process that
-    has imported torch. After a failure, warm ranks need [a fraction of the
-    time](../how-to/failures.md#warm-starts). Only for `script` and `module`."""
+    """How ranks start: `cold`, each imports torch, or `warm`, a process on each node has imported
+    torch and forks them. [Warm ranks](../how-to/failures.md#warm-starts) restart in a fraction of
+    the time. Only for `script` and `module`."""
 
     stall_timeout_s: types.Limit | None = Field(default=None, alias="stall_timeout")
     """A run without a step for so long, like `10m`, is [stalled](../how-to/hangs.md): the ranks

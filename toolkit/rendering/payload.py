@@ -52,7 +52,7 @@ _ONLY = {"inside.sh": "slurm", "watchdog/trainer_status.py": "kubernetes"}
 
 _FEATURES = {
     "log_pattern": ("watchdog/log_steps.py",),
-    "warm": ("watchdog/rank_warm.py", "watchdog/warm_parent.py"),
+    "warm": ("watchdog/rank_proxy.py", "watchdog/fork_server.py"),
 }
 """What few jobs need, by the property of their plan."""
 

@@ -39,7 +39,7 @@ def write_watchdog(
     if children:
         names.append("site/rank_children.py")
     if warm:
-        names += ["site/rank_warm.py", "site/warm_parent.py"]
+        names += ["site/rank_proxy.py", "site/fork_server.py"]
     for name in names:
         source = pkgutil.get_data(__package__, "watchdog/" + name.rpartition("/")[2])
         assert source is not None

@@ -122,8 +122,8 @@ def test_a_script_carries_some_kilobytes(kind: str, most: int) -> None:
     ("keys", "program"),
     [
         ({"log_pattern": "step (?P<step>[0-9]+)"}, "watchdog/log_steps.py"),
-        ({"start": "warm"}, "watchdog/rank_warm.py"),
-        ({"start": "warm"}, "watchdog/warm_parent.py"),
+        ({"start": "warm"}, "watchdog/rank_proxy.py"),
+        ({"start": "warm"}, "watchdog/fork_server.py"),
     ],
 )
 def test_what_few_jobs_need_is_carried_for_them(

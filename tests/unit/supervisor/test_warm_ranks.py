@@ -40,11 +40,11 @@ class Site:
         self.torchrun = subprocess.Popen(["sleep", "1d"])
         (folder / "imports.py").write_text(imports)
         self.log = (folder / "parent.log").open("ab")
-        program = [sys.executable, "-u", str(self.programs / "warm_parent.py")]
+        program = [sys.executable, "-u", str(self.programs / "fork_server.py")]
         command = ["torchrun", "--nnodes=1", str(folder / "imports.py")]
         self.parent = subprocess.Popen(
             [*program, self.address, str(self.torchrun.pid), *command],
-            env={**self.environ, "TRAIN_WARM_PARENT": "1"},
+            env={**self.environ, "TRAIN_IS_FORK_SERVER": "1"},
             cwd=folder,
             stdout=self.log,
             stderr=self.log,
@@ -76,7 +76,7 @@ class Site:
         }
         environ = {**self.environ, **own, **variables}
         if warm:
-            environ["TRAIN_WARM"] = self.address
+            environ["TRAIN_FORK_SERVER"] = self.address
         return subprocess.Popen(
             [sys.executable, "-u", *argv],
             env=environ,

@@ -63,11 +63,11 @@ def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
         variables = _variables(pid)
         if variables.get("RANK"):
             restart = _number(variables.get("TORCHELASTIC_RESTART_COUNT", ""))
-            yield Rank(_stands_in_for(pid) or pid, variables["RANK"], restart)
+            yield Rank(_rank_of_proxy(pid) or pid, variables["RANK"], restart)
 
 
-def _stands_in_for(pid: int) -> int:
-    """Return the rank in whose place a process stands (watchdog/rank_warm.py); 0 if in none's."""
+def _rank_of_proxy(pid: int) -> int:
+    """Return the pid of the rank whose proxy a process is (watchdog/rank_proxy.py); 0 if of none."""
     word, _, rank = read(f"/proc/{pid}/comm", 20).strip().partition("-")
     return _number(rank) if word == "for" else 0
 

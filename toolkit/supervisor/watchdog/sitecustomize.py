@@ -44,13 +44,13 @@ def prepare() -> None:
                 rank_children.protect(rank, above)
             return
         del environ[PIDS]  # of a rank that has submitted this job
-    if environ.pop("TRAIN_WARM_PARENT", ""):  # each rank that it forks is prepared then
+    if environ.pop("TRAIN_IS_FORK_SERVER", ""):  # it prepares each rank after the fork
         return
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit():
-        if "TRAIN_WARM" in environ:
-            import rank_warm
+        if "TRAIN_FORK_SERVER" in environ:
+            import rank_proxy
 
-            rank_warm.start(ancestors_of(os.getpid()))
+            rank_proxy.start(ancestors_of(os.getpid()))
         become_rank(ancestors_of(os.getpid()))
         watch_rank()
     else:  # torchrun, with --start-method=fork

@@ -10,10 +10,10 @@ if [ "$_timeout" != never ] && TRAIN_WATCHDOG=`mktemp -d /tmp/watchdog.XXXXXX`; 
   }
 fi
 export PYTHONPATH="$_here/site${PYTHONPATH:+:$PYTHONPATH}"
-if [ -f "$_here/site/warm_parent.py" ] && read -r _address </proc/sys/kernel/random/uuid; then
+if [ -f "$_here/site/fork_server.py" ] && read -r _server </proc/sys/kernel/random/uuid; then
   case " $* " in *" --nproc-per-node=1 "*) ;; *) export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} ;; esac # as torchrun does
   # In a subshell, so that it is no child of torchrun, whose children are ranks.
-  (TRAIN_WARM_PARENT=1 python3 -u "$_here/site/warm_parent.py" "$_address" $$ "$@" </dev/null &)
-  export TRAIN_WARM="$_address"
+  (TRAIN_IS_FORK_SERVER=1 python3 -u "$_here/site/fork_server.py" "$_server" $$ "$@" </dev/null &)
+  export TRAIN_FORK_SERVER="$_server"
 fi
 exec "$@"

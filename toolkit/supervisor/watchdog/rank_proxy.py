@@ -1,8 +1,8 @@
-"""Asks for a rank that is forked where torch has been imported, and stands in its place.
+"""Has the fork server fork a rank, and is the rank's proxy for torchrun (`start: warm`).
 
-Loaded by sitecustomize.py in each process that torchrun starts for a rank, if the job has `start:
-warm`. For torchrun this process is the rank: it passes signals on to the rank, and ends as the rank
-ends. If the rank cannot be forked, the process goes on and becomes the rank itself.
+sitecustomize.py loads this module in each process that torchrun starts for a rank. The process
+forwards torchrun's signals to the rank and exits with the rank's status. If the server refuses or
+does not answer, the process prints the reason and becomes the rank itself: a cold start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 BEGIN_S, PATIENCE_S = 2.0, 300.0
-"""How long a rank waits for the parent to begin, and for what it imports."""
+"""Time limits for the server to listen, and to answer after its imports."""
 
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 
@@ -29,14 +29,14 @@ PER_RANK = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|ROLE_NAME"
     "|MASTER_(ADDR|PORT)|TORCHELASTIC_[A-Z_]+|TORCH_NCCL_ASYNC_ERROR_HANDLING|_"
 )
-"""The variables that torchrun sets for a rank, none of which is read at an import."""
+"""Variables that torchrun sets for each rank; no package reads them at import."""
 
 STAND_IN = "for-"
-"""What the name of a process that stands in a rank's place begins with; the rank's pid follows."""
+"""Prefix of a proxy's name; the rank's pid follows."""
 
 
 class Request:
-    """What a rank was started with."""
+    """The start of a rank: command line, environment, file descriptors."""
 
     def __init__(self, said: dict[str, Any], fds: list[int]) -> None:
         self.arguments: list[str] = said["arguments"]
@@ -50,11 +50,11 @@ class Request:
         self.fds = fds
         """Its stdin, stdout and stderr."""
         self.tell = -1
-        """Where it says what it has imported."""
+        """Write end of the pipe for the report of its imports."""
 
 
 def interpreter() -> str:
-    """Return what must be the same in a process that forks a rank: its Python and where it runs."""
+    """Return the Python, its options and its CPUs, which rank and server must have in common."""
     return repr(
         (
             sys.version,
@@ -69,7 +69,7 @@ def interpreter() -> str:
 
 
 def arguments() -> list[str] | None:
-    """Return the script, or `-m` and the module, and what follows; None for anything else."""
+    """Return the script, or `-m` and the module, with their arguments; None for other commands."""
     with open("/proc/self/cmdline", "rb") as file:
         words = [os.fsdecode(word) for word in file.read().split(b"\0")[1:-1]]
     while words and words[0] == "-u":
@@ -80,10 +80,10 @@ def arguments() -> list[str] | None:
 
 
 def start(ancestors: list[int]) -> None:
-    """Have this rank be forked, and end with it; return if this process has to be the rank."""
-    address, words = os.environ.pop("TRAIN_WARM"), arguments()
+    """Request a forked rank and be its proxy; return only if this rank starts cold."""
+    address, words = os.environ.pop("TRAIN_FORK_SERVER"), arguments()
     if words is None:
-        return cold("it is no script and no module")
+        return cold("its command is neither a script nor a module")
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(PATIENCE_S)
     umask = os.umask(0)
@@ -105,14 +105,14 @@ def start(ancestors: list[int]) -> None:
         send(connection, said, (0, 1, 2))
         answer = receive_json(connection)[0]
     except (OSError, ValueError) as error:
-        return cold(f"the process that forks ranks does not answer: {error}")
+        return cold(f"the fork server does not answer: {error}")
     if "pid" not in answer:
         return cold(str(answer.get("cold")))
-    stand_in(int(answer["pid"]), connection)
+    be_proxy(int(answer["pid"]), connection)
 
 
 def connect(connection: socket.socket, address: str) -> None:
-    """Connect to the parent, which may have been started a moment ago."""
+    """Connect to the server, which may have started a moment ago."""
     until_s = time.monotonic() + BEGIN_S
     while True:
         try:
@@ -124,12 +124,12 @@ def connect(connection: socket.socket, address: str) -> None:
 
 
 def cold(reason: str) -> None:
-    """Say why this rank starts as without this."""
+    """Print why this rank starts cold."""
     print(f"torch-deploy-toolkit: this rank starts cold: {reason}", file=sys.stderr)
 
 
-def stand_in(pid: int, connection: socket.socket) -> None:
-    """Be the rank for torchrun, until it ends."""
+def be_proxy(pid: int, connection: socket.socket) -> None:
+    """Be the proxy of a rank, and exit with the rank's status."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="ascii") as file:
         file.write(f"{STAND_IN}{pid}")
 
@@ -146,7 +146,7 @@ def stand_in(pid: int, connection: socket.socket) -> None:
     try:
         status = int(receive_json(connection)[0]["status"])
     except (OSError, ValueError, KeyError):
-        print("torch-deploy-toolkit: the process that forks ranks has ended", file=sys.stderr)
+        print("torch-deploy-toolkit: the fork server of this node has ended", file=sys.stderr)
         os._exit(1)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -178,7 +178,7 @@ def receive_json(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive a message and its file descriptors.
 
     Raises:
-        ValueError: the other end has closed it before its end.
+        ValueError: the peer has closed the connection too early.
     """
     fds = array.array("i")
     head, rights, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * fds.itemsize))

@@ -1,13 +1,14 @@
-"""Imports once what each rank of this node would import, and forks the ranks (`start: warm`).
+"""The fork server of a node: imports torch once and forks the ranks (`start: warm`).
 
-`python3 -u warm_parent.py ADDRESS TORCHRUN_PID COMMAND...`, started by start.sh, which then becomes
-torchrun. A process that torchrun starts for a rank asks at ADDRESS (rank_warm.py) and stays in the
-rank's place for torchrun: it passes on signals, and ends as the rank ends. Each start of the ranks
-after the first also has what the script itself imports from installed packages.
+`python3 -u fork_server.py ADDRESS TORCHRUN_PID COMMAND...`, started by start.sh before torchrun.
+The process that torchrun starts for a rank connects to ADDRESS (rank_proxy.py). The server forks
+the rank, and the process remains as its proxy: it forwards signals to the rank and exits with the
+rank's status. After the first start, the server also imports the installed packages that rank 0
+has imported.
 
-A rank is forked only into the same Python with the same options and variables, and only after a
-child process has computed with torch: threads that were started before a fork do not exist after
-it, and what waits for them hangs. In any other case the rank starts as it would without this.
+The server forks a rank only if the rank has the same Python, options and variables, and only after
+a test process has computed with torch: threads from before a fork do not exist after it, and code
+that waits for such a thread hangs. Otherwise the rank starts cold.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rank_warm import PER_RANK, Request, interpreter, receive, send
+from rank_proxy import PER_RANK, Request, interpreter, receive, send
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -45,27 +46,26 @@ assert _spec is not None and _spec.loader is not None
 rank_hook = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(rank_hook)
 for _name in ("rank_children", "rank_watch"):
-    with contextlib.suppress(ImportError):  # the job may do without
+    with contextlib.suppress(ImportError):  # not every job has them
         importlib.import_module(_name)
 
 CANARY_S = 20.0
-"""How long a child process may compute."""
+"""Time limit of the test process."""
 
 LOOK_S = 0.5
-"""How often it is looked whether torchrun has ended."""
+"""Interval between two looks whether torchrun still runs."""
 
 STABLE_S, STABLE_AFTER = 1.0, 5
-"""How often a rank looks whether it still imports, and after how many looks without it says what it
-has imported."""
+"""Rank 0 reports its imports when as many looks in a row, this far apart, have found no new one."""
 
 YIELD_S = 0.02
-"""How long a rank that exits leaves the GIL to its threads."""
+"""Time that a rank leaves the GIL to its threads before it exits."""
 
 FIRST = ("torch", "torch._dynamo", "torch.distributed.tensor")
-"""What a script that trains imports: an optimizer and DDP import the last two."""
+"""Modules that almost every training script imports; optimizers and DDP import the last two."""
 
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/accel")
-"""What is opened by a process that has used a device: it must not fork."""
+"""Device files: a process that has opened one must not fork."""
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
@@ -75,17 +75,17 @@ STARTED_WITH = dict(os.environ)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Parent:
-    """This process, before it has forked."""
+class Server:
+    """The fork server."""
 
     def __init__(self, server: socket.socket, torchrun: int) -> None:
         self.server, self._torchrun = server, torchrun
-        """Where ranks are asked for, and who starts them."""
+        """The listening socket, and the pid of torchrun."""
         self.reason = ""
-        """Why no rank can be forked from here; empty if ranks can."""
+        """Why this server cannot fork ranks; empty if it can."""
         self._ranks: dict[int, socket.socket] = {}
         self._imported: dict[int, list[bytes]] = {}
-        """What a rank says that it has imported, by the end of the pipe that it writes into."""
+        """Reported imports of a rank, by the read end of its pipe."""
         self._wake, wake = os.pipe()
         self._own = [self._wake, wake, server.fileno()]
         for fd in (self._wake, wake):
@@ -94,12 +94,12 @@ class Parent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def load(self, names: Iterable[str]) -> None:
-        """Import modules, as far as they can be, and see whether ranks can still be forked."""
+        """Import modules, skip those that fail, and test whether ranks can still be forked."""
         before = len(sys.modules)
         with silent():
             for name in names:
                 if name not in sys.modules:
-                    # What a package does at its import is its own business: also to exit.
+                    # A package may raise anything at import, even SystemExit.
                     with contextlib.suppress(BaseException):
                         importlib.import_module(name)
         if len(sys.modules) > before and not self.reason:
@@ -108,7 +108,7 @@ class Parent:
             gc.freeze()  # so that a rank's garbage collector leaves these pages shared
 
     def serve(self) -> Request:
-        """Fork a rank whenever one is asked for; return, in a rank, what it was asked with."""
+        """Fork a rank per request; return only in a rank, with its request."""
         while is_there(self._torchrun):
             watched: list[Any] = [self.server, self._wake, *self._imported, *self._ranks.values()]
             for ready in select.select(watched, [], [], LOOK_S)[0]:
@@ -121,13 +121,13 @@ class Parent:
                         os.read(self._wake, 4096)
                 elif isinstance(ready, int):
                     self._read(ready)
-                else:  # torchrun has killed what stood in the rank's place
+                else:  # torchrun has killed the proxy
                     self._kill(ready)
             self._reap()
         os._exit(0)  # the kernel ends the ranks
 
     def _answer(self) -> Request | None:
-        """Answer who asks for a rank; return, in the rank, what it was asked with."""
+        """Answer a request; return only in the new rank, with the request."""
         connection, _ = self.server.accept()
         connection.settimeout(10)
         request = None
@@ -171,7 +171,7 @@ class Parent:
         return None
 
     def _read(self, told: int) -> None:
-        """Take what a rank has imported; import it, too, once it is all there."""
+        """Read a rank's report of its imports; import the same when the report is complete."""
         part = os.read(told, 65536)
         if part:
             self._imported[told].append(part)
@@ -211,7 +211,7 @@ def is_there(pid: int) -> bool:
 
 
 def refusal(request: Request) -> str:
-    """Return why a rank would not be the same if it were forked from here; empty if it would."""
+    """Return why a forked rank would differ from a cold one; empty if it would not."""
     if request.interpreter != interpreter():
         return f"it has another Python or other options: {request.interpreter}"
     differing = sorted(
@@ -225,14 +225,14 @@ def refusal(request: Request) -> str:
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
+    """Whether the peer belongs to this user."""
     size = struct.calcsize("3i")
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def used_device() -> str:
-    """Return which device this process has opened; empty if none."""
+    """Return an error that names the device that this process has opened; empty if none."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             opened = os.readlink(f"/proc/self/fd/{fd}")
@@ -242,7 +242,7 @@ def used_device() -> str:
 
 
 def canary() -> str:
-    """Return why a child process cannot compute; empty if it can."""
+    """Return why a forked process cannot compute; empty if it can."""
     torch = sys.modules.get("torch")
     if torch is None:
         return "torch cannot be imported by the python3 that is first in PATH"
@@ -275,7 +275,7 @@ def canary() -> str:
 
 
 def imports_of(command: list[str]) -> Iterator[str]:
-    """Yield the modules that a training script imports at its top, as far as they are installed."""
+    """Yield the installed modules that a training script imports at top level."""
     words = iter(command[1:])
     script = next((word for word in words if not word.startswith("--")), "")
     if not script.endswith(".py"):
@@ -297,7 +297,7 @@ def imports_of(command: list[str]) -> Iterator[str]:
 
 
 def is_installed(spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Whether a module belongs to Python or to a package that is installed, not to the script."""
+    """Whether a module belongs to Python or to an installed package, not to the user's sources."""
     origin = getattr(spec, "origin", None) or ""
     return origin in ("built-in", "frozen") or origin.startswith(installed_places())
 
@@ -310,7 +310,7 @@ def installed_places() -> tuple[str, ...]:
 
 
 def tell_imports(fd: int, known: set[str]) -> None:
-    """In a rank, say once which installed modules it has imported, when it imports no more."""
+    """In a rank, report the installed modules once the rank imports no more."""
     count, quiet = len(sys.modules), 0
     while quiet < STABLE_AFTER:
         time.sleep(STABLE_S)
@@ -329,7 +329,7 @@ def tell_imports(fd: int, known: set[str]) -> None:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep what is printed away: the script prints it when it imports the same."""
+    """Discard output of imports; each rank prints its own."""
     flush()
     kept = os.dup(1), os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -346,7 +346,7 @@ def silent() -> Iterator[None]:
 
 
 def flush() -> None:
-    """Leave nothing in buffers that a forked process would write once more."""
+    """Flush both streams, or each forked process would write their buffers again."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -356,14 +356,14 @@ def flush() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have this process be killed when its parent is gone."""
+    """Have the kernel kill this process when its parent exits."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become(request: Request) -> None:
-    """Have this process be as Python is before it runs a script."""
+    """Put this process into the state of a Python that is about to run a script."""
     os.setsid()
     for fd, own in enumerate(request.fds):
         os.dup2(own, fd)
@@ -397,7 +397,7 @@ def become(request: Request) -> None:
 
 
 def draw_anew() -> None:
-    """Have this rank draw other random numbers than the ranks that were forked before it."""
+    """Seed anew: all ranks have inherited the same states of the generators."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -405,7 +405,7 @@ def draw_anew() -> None:
 
 
 def run(request: Request) -> None:
-    """Run the script or module as Python does, and end as Python does."""
+    """Run the script or module, and exit, as Python does."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     script = request.arguments[0]
@@ -425,9 +425,9 @@ def run(request: Request) -> None:
         vars(main)["__builtins__"] = sys.modules["builtins"]
         exec(compile(content, path, "exec", dont_inherit=True), vars(main))
     except SystemExit:
-        # What the script held is destroyed next, with the GIL held: a group of gloo then waits for
-        # a thread that wants the GIL to let go of its last tensor (torch 2.13). Without the imports
-        # of a cold rank's last lines it would often not have had it.
+        # Next, the script's objects are destroyed while this thread holds the GIL. A gloo process
+        # group then joins a thread that may need the GIL to release its last tensor: a deadlock
+        # (torch 2.13). A cold rank has released the GIL in the imports of its last lines.
         time.sleep(YIELD_S)
         raise
     except BaseException as error:
@@ -446,15 +446,15 @@ def run(request: Request) -> None:
 
 
 def main() -> None:
-    """Be the parent, until torchrun ends; in each rank, run the script."""
+    """Serve until torchrun ends; in each rank, run the script."""
     address, torchrun, *command = sys.argv[1:]
     server = socket.socket(socket.AF_UNIX)
     server.bind("\0" + address)
     server.listen(128)
-    parent = Parent(server, int(torchrun))
-    parent.load([*FIRST, *imports_of(command)])
-    request = parent.serve()
-    del parent, server
+    forks = Server(server, int(torchrun))
+    forks.load([*FIRST, *imports_of(command)])
+    request = forks.serve()
+    del forks, server
     known = set(sys.modules)
     become(request)
     if request.environ["LOCAL_RANK"] == "0":
