@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -291,8 +292,21 @@ def ranks(trial: Trial) -> dict[int, list[int]]:
     for pid, (_, environ) in living(trial).items():
         for variable in environ.split(b"\0"):
             if variable.startswith(b"RANK="):
-                found.setdefault(int(variable[5:]), []).append(pid)
+                found.setdefault(int(variable[5:]), []).append(forked(pid) or pid)
     return found
+
+
+def forked(pid: int) -> int:
+    """Return the rank whose proxy a process is (`start: warm`), in any PID namespace; 0 if none."""
+    with contextlib.suppress(OSError):
+        word, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
+        space = Path(f"/proc/{pid}/ns/pid").readlink()
+        for path in Path("/proc").glob("[0-9]*") if word == "for" else ():
+            with contextlib.suppress(OSError):
+                pids = re.search(r"^NSpid:.*?(\d+)$", (path / "status").read_text(), re.M)
+                if pids and pids[1] == number and space == (path / "ns/pid").readlink():
+                    return int(path.name)
+    return 0
 
 
 def torchruns(trial: Trial) -> list[int]:

@@ -138,6 +138,7 @@ def draw(seed: int, number: int, *, place: str = "", quick: bool = False) -> Sco
         overrides=(
             f"retries.in_job={dice.choice([0, 0, 1, 2])}",
             *("retries.requeue=8", f"stop.grace={60 if quick else 20}s"),
+            f"start={random.Random(f'{seed}/{number}/start').choice(['cold', 'warm'])}",
         ),
         idle_s=None if quick else IDLE_S,
     )

@@ -2,11 +2,13 @@
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from toolkit.supervisor.evidence.memory import oom_kills, peak_kb, ranks_below
+from tests.conftest import Until
+from toolkit.supervisor.evidence.memory import Rank, oom_kills, peak_kb, ranks_below
 
 V2 = "low 0\nhigh 0\nmax 12\noom 3\noom_kill {}\noom_group_kill 9\n"
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
@@ -63,3 +65,23 @@ def test_ranks_are_found_below_torchrun_with_the_processes_that_they_start() -> 
                 os.kill(pid, 9)
     assert list(ranks_below([torchrun.pid])) == []
     assert peak_kb(torchrun.pid) == 0
+
+
+def test_a_proxy_in_a_container_leads_to_its_rank(until: Until) -> None:
+    """It knows the pid of its rank in the container's PID namespace."""
+    script = "env -u RANK sleep 1d & printf for-$! >/proc/self/comm; wait"
+    container = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script],
+        env={"PATH": os.environ["PATH"], "RANK": "3"},
+    )
+    try:
+        until(lambda: "sleep" in commands_of(ranks_below([container.pid])), "the rank is found")
+        (rank,) = [one for one in ranks_below([container.pid]) if one.pid != container.pid]
+        assert rank.number == "3"
+    finally:
+        container.kill()
+        container.wait()
+
+
+def commands_of(ranks: Iterable[Rank]) -> list[str]:
+    return [Path(f"/proc/{rank.pid}/comm").read_text().strip() for rank in ranks]

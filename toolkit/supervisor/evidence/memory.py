@@ -1,7 +1,7 @@
 """Processes that the kernel has killed because memory ran out, and what ranks have used of it."""
 
 import os
-from typing import Dict, Iterable, Iterator, List, NamedTuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Sequence
 
 from .files import read
 
@@ -59,17 +59,33 @@ class Rank(NamedTuple):
 
 def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
     """Yield the ranks among the processes below others, as far as they can be looked into."""
-    for pid in _children(pids):
+    below = [*_children(pids)]
+    for pid in below:
         variables = _variables(pid)
         if variables.get("RANK"):
             restart = _number(variables.get("TORCHELASTIC_RESTART_COUNT", ""))
-            yield Rank(_rank_of_proxy(pid) or pid, variables["RANK"], restart)
+            yield Rank(_rank_of_proxy(pid, below) or pid, variables["RANK"], restart)
 
 
-def _rank_of_proxy(pid: int) -> int:
-    """Return the pid of the rank whose proxy a process is (watchdog/rank_proxy.py); 0 if of none."""
-    word, _, rank = read(f"/proc/{pid}/comm", 20).strip().partition("-")
-    return _number(rank) if word == "for" else 0
+def _rank_of_proxy(pid: int, below: Sequence[int]) -> int:
+    """Return the pid of the rank of a proxy (watchdog/rank_proxy.py); 0 for other processes.
+
+    A proxy in a container is named after the pid that its rank has there.
+    """
+    word, _, number = read(f"/proc/{pid}/comm", 20).strip().partition("-")
+    if word != "for" or not number.isdigit():
+        return 0
+    if len(_pids_in_namespaces(pid)) < 2:
+        return int(number)
+    return next((each for each in below if _pids_in_namespaces(each)[-1:] == [number]), 0)
+
+
+def _pids_in_namespaces(pid: int) -> List[str]:
+    """Return the pids of a process in its PID namespaces, from this one's on (proc(5), NSpid)."""
+    for line in read(f"/proc/{pid}/status").split("\n"):
+        if line.startswith("NSpid:"):
+            return line.split()[1:]
+    return []
 
 
 def peak_kb(pid: int) -> int:
