@@ -1,11 +1,14 @@
 """The keys of a job file: what each of them takes, and words that YAML reads in two ways."""
 
+from pathlib import Path
+
 import pydantic
 import pytest
 import yaml
 
 from tests.support.job_texts import FULL, of_job, read, refusal
-from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop
+from toolkit.errors import SpecError
+from toolkit.job.spec import JobSpec, Mount, NodeRange, Resources, Retries, Secret, Stop, load
 
 
 def test_every_key_arrives_as_it_was_written() -> None:
@@ -283,8 +286,8 @@ def test_wrong_types_are_refused_at_every_level(more: str, message: str) -> None
          "unknown key 'shm_bytes' under 'resources'; valid are nnodes, nproc_per_node, "
          "gpus_per_node, cpus_per_node, memory, shm"),
         ('"\\0": x', "unknown key '\\x00'; valid are version, name, module, script, command, args, "
-         "image, workdir, resources, time_limit, env, stop, retries, stall_timeout, log_pattern, "
-         "log_rank, notify, secrets, sbatch, mounts, kubernetes, sweep, after"),
+         "image, workdir, resources, time_limit, env, stop, retries, start, stall_timeout, "
+         "log_pattern, log_rank, notify, secrets, sbatch, mounts, kubernetes, sweep, after"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_refused_at_every_level(more: str, message: str) -> None:
@@ -310,6 +313,21 @@ def test_nul_bytes_are_refused(char: str) -> None:
 def test_lone_surrogates_are_refused() -> None:
     with pytest.raises(pydantic.ValidationError, match="half a surrogate pair, which is not text"):
         JobSpec(name="a", module="m", args=("\ud800",))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("command: [./train]", "start: warm forks Python, and command starts any program"),
+        ("script: $TRAIN_RUN_DIR/call.py", "start: warm changes nothing, since torchrun forks"),
+    ],
+)
+def test_warm_ranks_are_those_of_a_script_or_module(
+    program: str, message: str, tmp_path: Path
+) -> None:
+    (path := tmp_path / "job.yaml").write_text(f"name: x\n{program}\nstart: warm\n")
+    with pytest.raises(SpecError, match=message):
+        load(path)
 
 
 def test_log_rank_without_a_pattern_is_refused() -> None:

@@ -56,6 +56,7 @@ def test_every_key_at_every_level_is_described() -> None:
         ".env",
         ".stop",
         ".retries",
+        ".start",
         ".stall_timeout",
         ".log_pattern",
         ".log_rank",

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import toolkit
 from tests.support.planned import EVERYWHERE, job, refusal, site
 from toolkit.errors import PlanError
 from toolkit.job.spec import Secret
@@ -378,3 +379,18 @@ def test_the_longest_name_of_a_pod_decides(kind: str, longest: str) -> None:
     assert plan(spec, profile, run_name=fits).run_name == fits  # type: ignore[attr-defined]
     with pytest.raises(PlanError, match=f"a{longest}' has 64 characters, more than 63"):
         plan(spec, profile, run_name=fits + "a")
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"start": "warm"}, "start: warm"),
+        ({"log_pattern": "(?P<step>[0-9]+)"}, "log_pattern"),
+        ({"resources": {"nnodes": {"min": 1, "max": 2}}, "retries": {"in_job": 1}}, "nnodes"),
+    ],
+)
+def test_what_the_supervisor_does_is_refused_without_it(keys: dict[str, Any], what: str) -> None:
+    site = toolkit.SlurmProfile(name="s", supervisor="none")
+    job = toolkit.JobSpec.model_validate({"name": "x", "script": "x.py", **keys})
+    with pytest.raises(toolkit.InputError, match=rf"{what}.* needs the supervisor"):
+        toolkit.plan(job, site)
