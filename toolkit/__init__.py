@@ -5,7 +5,7 @@
 >>> print(toolkit.render(toolkit.plan(job, toolkit.load_profile("slurm"))).splitlines()[0])
 #!/bin/bash
 
-Names are imported when they are first used, so that `import toolkit` costs next to nothing.
+Names are imported on first use, so that `import toolkit` is fast.
 """
 
 import importlib
@@ -40,7 +40,7 @@ _NAMES = {
     "runs.run": "Launcher Run",
     "runs.state": "RunState RunStatus",
 }
-"""The public names by the modules that define them."""
+"""The public names by defining module."""
 
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

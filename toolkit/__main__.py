@@ -5,13 +5,13 @@ import sys
 import types
 
 _GARBAGE_AFTER = 100_000
-"""How many new objects start a collection of garbage; a command that ends soon makes fewer."""
+"""Number of new objects that starts a garbage collection; a short command creates fewer."""
 
 
 def main() -> None:
-    """Run the command line, and end quietly when Ctrl-C comes while it is still imported."""
+    """Run the command line; on Ctrl-C during the imports, exit quietly."""
     gc.set_threshold(_GARBAGE_AFTER)
-    # Without pydantic's search for plugins in all installed packages: 20 ms of each command.
+    # Skip pydantic's search for plugins in all installed packages, which takes 20 ms per command.
     loader = types.ModuleType("pydantic.plugin._loader")
     loader.get_plugins = tuple  # type: ignore[attr-defined]
     sys.modules.setdefault(loader.__name__, loader)
@@ -22,7 +22,7 @@ def main() -> None:
     try:
         run()
     finally:
-        gc.freeze()  # the process ends: a last search for garbage in everything would take 25 ms
+        gc.freeze()  # the process ends: a last garbage collection would take 25 ms
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the command line and notebooks call: submit a job, open a run, list and await runs."""
+"""The Python API, which the command line also calls: submit jobs; open, list and await runs."""
 
 import contextlib
 import os
@@ -42,9 +42,9 @@ def submit(
     Args:
         job: The job, or a plan, which is submitted unchanged.
         to: The profile, its name, or the path of its file; without it, the default profile. A plan
-            has its own.
+            already has a profile.
         after: Runs to wait for, besides those of the job file: `RUN`, `RUN:any`, `RUN:fail`.
-        chain: How many jobs take turns, each continuing where the one before ended.
+        chain: The number of jobs in a chain, each continuing where the previous one ended.
 
     Raises:
         ProfileError: no such profile.
@@ -68,10 +68,10 @@ def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
     Args:
         job: The job, or a plan.
         to: A profile of this machine, its name, or the path of its file; without it, `local`. A
-            plan has its own.
+            plan already has a profile.
 
     Raises:
-        ProfileError: no such profile, or one of another place.
+        ProfileError: no such profile, or one of another site.
         PlanError: the job cannot work here.
         LauncherError: the run cannot be started.
     """
@@ -97,15 +97,15 @@ def _planned(
 
 
 def resubmit(run: str | Run, *, chain: int = 1) -> Run:
-    """Continue a run from its checkpoint; of a sweep, the points that did not succeed.
+    """Continue a run from its checkpoint; in a sweep, the points that did not succeed.
 
     Args:
         run: The run, or its URI, name or run directory.
-        chain: How many jobs take turns.
+        chain: The number of jobs in a chain.
 
     Raises:
         RunNotFound: the run does not exist.
-        LauncherError: the run has succeeded or not ended, or the place refused.
+        LauncherError: the run has succeeded or not ended, or the site refused.
     """
     opened = open_run(run) if isinstance(run, str) else run
     if isinstance(opened, ShownRun):
@@ -144,8 +144,8 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
 
     Args:
         name: The URI, name or run directory.
-        trust: Whether to act on the jobs, hosts and clusters that a run directory names which is
-            not in the user's list of runs, and may be another user's. Otherwise it is only shown.
+        trust: Whether to act on the jobs, hosts and clusters named by a run directory that is not
+            in the user's list of runs, and may be another user's. Otherwise it is only shown.
         environ: The variables that locate the user's list of runs.
 
     Raises:
@@ -165,11 +165,11 @@ def open_run(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.
 def list_runs(
     *, job: str | None = None, last: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Run]:
-    """Yield the handles of the runs that were submitted, oldest first.
+    """Yield the handles of the submitted runs, oldest first.
 
     Args:
-        job: The name of the job whose runs to list; None for all jobs.
-        last: How many of the newest runs to list; None for all.
+        job: The name of a job, to list only its runs; None for all jobs.
+        last: The number of newest runs to list; None for all.
         environ: The variables that locate the user's list of runs.
     """
     records = (r for r in registry.records(environ=environ) if job is None or r.job == job)
@@ -188,9 +188,9 @@ def list_runs(
 def statuses(runs: Iterable[Run]) -> list[RunStatus]:
     """Return the statuses of runs.
 
-    The runs on one Slurm cluster share one query, whose answer is at most seconds old.
+    All runs on a Slurm cluster share one query; its answer is at most seconds old.
 
-    Runs of a place that does not answer are UNKNOWN, with the reason; this affects no other run.
+    Runs on a site that does not answer are UNKNOWN, with the reason; other runs are not affected.
     """
     runs = list(runs)
     by_index: dict[int, RunStatus] = {}
@@ -206,11 +206,11 @@ def wait(
     *,
     on_end: Callable[[Run, RunStatus], object] = lambda run, status: None,
 ) -> list[RunStatus]:
-    """Return the statuses of runs once all have ended, or are lost for good.
+    """Return the statuses of runs once all have ended or are permanently lost.
 
     Args:
         runs: The runs; those that have not ended are polled together, with growing pauses.
-        timeout_s: How long to wait; None for as long as it takes.
+        timeout_s: The time limit in seconds; None waits without limit.
         on_end: Called for each run when it has ended.
 
     Raises:
@@ -250,7 +250,7 @@ def wait(
 
 
 def _batches(runs: Sequence[Run]) -> Iterable[list[int]]:
-    """Return the indices of runs that share a query, for each query."""
+    """Return for each query the indices of the runs that share it."""
     batches: dict[Hashable, list[int]] = {}
     for index, run in enumerate(runs):
         batches.setdefault(run.batch_key, []).append(index)

@@ -40,7 +40,7 @@ _RULES = {
     )
 }
 _MOST_POINTS = 20
-"""How many points of a sweep are checked; they differ only in arguments and variables."""
+"""Limit of checked points per sweep; points differ only in arguments and variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class Finding:
     """The rule's id; None if the file cannot be used at all."""
 
     message: str
-    """The problem, with the value and the way out."""
+    """The problem, with the value and a fix."""
 
     reason: str
     """Why the rule exists."""
 
     fix: str
-    """The way out in general terms."""
+    """The fix in general terms."""
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
@@ -82,20 +82,20 @@ def check(
     command: Command = run_command,
     api_client: Any = None,
 ) -> list[Finding]:
-    """Return everything that is wrong with a job, a script, or Kubernetes manifests.
+    """Return all problems of a job, a script, or Kubernetes manifests.
 
     Args:
         path: The file. It is a training script if its suffix is `.py`; a batch script if it begins
-            with `#!`, holds `#SBATCH` lines or has the suffix `.sbatch`, `.sh`, `.slurm` or `.job`;
-            a stream of manifests if its documents have `apiVersion` and `kind`. Of a folder, all
-            such files below it are checked; one that cannot be used is a finding without a rule.
+            with `#!`, has `#SBATCH` lines or has the suffix `.sbatch`, `.sh`, `.slurm` or `.job`;
+            a stream of manifests if its documents have `apiVersion` and `kind`. For a folder, all
+            such files below it are checked; an unusable file is a finding without a rule.
         overrides: Assignments to keys of a job file.
-        to: The profiles that a job file must work with; for manifests, that of their namespace;
-            for a batch script, that of its site.
+        to: The profiles that a job file must work with; for manifests, the profile of their
+            namespace; for a batch script, the profile of its site.
         server: Whether to query the Slurm site or the cluster as well; nothing is submitted.
         schemas: A folder with the CustomResourceDefinitions that apply to manifests.
         verify: Whether to start the ranks of a job that trains with `train` on the CPUs of this
-            machine, and to compare its first steps with those of one process.
+            machine, and to compare its first steps with the steps of one process.
         command: Runs Slurm's commands for a batch script.
         api_client: A `kubernetes.client.ApiClient`; without it, the kubeconfig or the pod's own
             cluster is used.
@@ -146,7 +146,7 @@ def check(
 
 
 def check_among_others(file: Path, overrides: tuple[str, ...], **options: Any) -> list[Finding]:
-    """Check a file among others: each option counts for the kinds of files that take it."""
+    """Check one of several files: each option applies only to the kinds of files that take it."""
     content = kind_of_file(file)
     try:
         return check(
@@ -159,7 +159,7 @@ def check_among_others(file: Path, overrides: tuple[str, ...], **options: Any) -
 
 
 def profiles_for(content: str, profiles: Iterable[str | Profile]) -> list[Profile]:
-    """Return those of the profiles that a kind of file is checked with."""
+    """Return the profiles that apply to a kind of file."""
     kinds = {"script": SlurmProfile, "manifests": KubernetesProfile}
     if content == "job":
         return [as_profile(profile) for profile in profiles]
@@ -169,7 +169,7 @@ def profiles_for(content: str, profiles: Iterable[str | Profile]) -> list[Profil
 
 
 def unchecked_kinds(path: Path, *, schemas: str | Path | None = None) -> list[str]:
-    """Return the kinds in a file of manifests whose fields no schema is known for."""
+    """Return the kinds in a manifest file without a known schema."""
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
     try:
         manifests = read_manifests(read_text(path), str(path)).manifests
@@ -185,20 +185,20 @@ def unchecked_kinds(path: Path, *, schemas: str | Path | None = None) -> list[st
 
 
 def kind_of_file(path: Path) -> Literal["job", "manifests", "script", "training"]:
-    """Return what a file holds: a job, Kubernetes objects, a batch or a training script."""
+    """Return the kind of a file: a job, Kubernetes objects, a batch or a training script."""
     if path.suffix == ".py":
         return "training"
     try:
         text = read_text(path)
     except InputError:
-        return "job"  # whose reader reports the error
+        return "job"  # the job reader reports the error
     if is_batch_script(path.name, text):
         return "script"
     return "manifests" if is_manifest(text) else "job"
 
 
 def finding(problem: Problem, document: Document | None = None) -> Finding:
-    """Return a problem with the texts of its rule; `document` knows the places of keys."""
+    """Return a problem with the texts of its rule; `document` locates the keys."""
     if document is not None:
         problem = document.located(problem)
     match = re.fullmatch(r"(.*):(\d{1,18})", problem.place or "", re.DOTALL)
@@ -254,7 +254,7 @@ def _refused_here(made: LocalPlan, path: Path) -> Iterator[Problem]:
 
 
 def _places_of_script(job: JobSpec, path: Path) -> list[Path]:
-    """Return where a job's script may lie: it may be checked from another folder than submitted."""
+    """Return the possible paths of a job's script: check and submission may use other folders."""
     if job.script is None or job.carried:
         return []
     return [Path(folder, job.workdir or "", job.script) for folder in (".", path.parent)]
@@ -313,13 +313,13 @@ _KEYS: dict[str | int, KeyPath] = {
     "sizeLimit": ("resources", "shm"),
     "terminationGracePeriodSeconds": ("stop", "grace"),
 }
-"""The last key of a place whose origin is known, and the key of the job."""
+"""The last key of a manifest path with a known origin, and the job's key."""
 
 
 def _key_of(at: View) -> KeyPath:
-    """Return the job's key behind a place of a rendered manifest; empty where it is none's.
+    """Return the job's key behind a value of a rendered manifest; empty if no key sets it.
 
-    It need not be there: then the job leaves it to the profile, or to what follows from others.
+    The job file may lack this key: then the value comes from the profile or from other keys.
     """
     path = at.path
     if "env" in path:
@@ -377,7 +377,7 @@ def _server_problems(
     named = [manifest for manifest in manifests if manifest.name]
     answers = dry_run([manifest.data for manifest in named], site, api_client=api_client)
     for manifest, (_, refusal) in zip(named, answers, strict=True):
-        # A dry run creates nothing, so the server misses what the same file creates.
+        # A dry run creates nothing, so the server does not find objects of the same file.
         missing = re.search(r'"([^"]+)" not found', refusal)
         if refusal and not (missing and any(one.name == missing[1] for one in manifests)):
             yield Problem(
@@ -418,7 +418,7 @@ def _script_problems(
     site = replace(site, slurm=slurm_version(command) or site.slurm)
     problems = lint.check_script(text, str(path), site)
     refusals = verdict(text, command, place=str(path))
-    if not refusals:  # then what looks unknown is an option of a plug-in
+    if not refusals:  # then unknown options belong to a plug-in
         problems = [one for one in problems if one.rule != "directive-unknown"]
     script = read_batch_script(text, str(path))
 

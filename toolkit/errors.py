@@ -14,7 +14,7 @@
         └── RunNotFound         exit status 2: no such run
             └── RunLost         exit status 1: the run existed, but its data are gone
 
-The command line shows these errors without a traceback, because the user can mend them. Any other
+The command line shows these errors without a traceback, because the user can fix them. Any other
 exception is a bug of the toolkit. `toolkit/cli/exit_status.py` has the commands' other statuses.
 
 A `Problem` is something wrong with the input; a `Failure` (`toolkit.runs.evidence.failure`) is the
@@ -31,17 +31,17 @@ _LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 class ToolkitError(Exception):
-    """The root of all errors that a user can mend."""
+    """The root of all errors that a user can fix."""
 
     exit_status: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is wrong with the input, with its place and the way out."""
+    """A problem of the input, with its location and a fix."""
 
     message: str
-    """The problem, with the value and the way out."""
+    """The problem, with the value and a fix."""
 
     place: str | None = None
     """`FILE:LINE`, or the option of the command line."""
@@ -53,7 +53,7 @@ class Problem:
     """The path of the key in the job file; empty if the problem belongs to no key."""
 
     def __post_init__(self) -> None:
-        """Shorten very long words, such as a number of thousands of digits that is quoted."""
+        """Shorten very long words, such as a quoted number with thousands of digits."""
         message = _LONG_WORD.sub(lambda word: f"{word[0][:_LONGEST_WORD]}…", self.message)
         object.__setattr__(self, "message", message)
 
@@ -62,7 +62,7 @@ class Problem:
 
 
 class InputError(ToolkitError):
-    """The user's input cannot be used; holds every problem, or the only one with its place."""
+    """The user's input cannot be used; has every problem, or the only one with its location."""
 
     exit_status = 2
 
@@ -90,14 +90,14 @@ class RenderError(InputError):
 
 
 class LauncherError(ToolkitError):
-    """The scheduler refused, failed, or gave an answer that cannot be understood."""
+    """The scheduler refused, failed, or gave an unreadable answer."""
 
     answer: str = ""
     """The scheduler's own message, or an empty text."""
 
 
 class NewerFormat(LauncherError):
-    """What a run has written is of a version that this toolkit does not know."""
+    """A run has written a record with a version that this toolkit does not know."""
 
 
 class SchedulerMissing(LauncherError):
@@ -117,7 +117,7 @@ class RunLost(RunNotFound):
 
 
 def in_one_line(text: str) -> str:
-    """Return text without line breaks: a file's name must not look like a message of its own."""
+    """Return text without line breaks: a file's name must not look like a separate message."""
     return text.replace("\n", "\\n")
 
 
@@ -138,7 +138,7 @@ def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """Return the way out for a word that is not among the choices.
+    """Return a hint for a word that is not among the choices.
 
     >>> did_you_mean("nnode", ["nnodes", "image"]), did_you_mean("x", ["image", "args"])
     ("did you mean 'nnodes'?", 'valid are image, args')

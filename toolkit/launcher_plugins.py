@@ -1,11 +1,11 @@
-"""Launchers of other packages, found by entry points of `torch_deploy_toolkit.launchers`.
+"""Launchers of other packages, found by the entry point group `torch_deploy_toolkit.launchers`.
 
 The name of the entry point is the `kind` of a profile; its object is a `LauncherPlugin`:
 
     [project.entry-points."torch_deploy_toolkit.launchers"]
     pbs = "toolkit_pbs:PBS"
 
-An entry point is loaded when a profile of its kind is read, and not before.
+An entry point is loaded only when a profile of its kind is read.
 """
 
 import functools
@@ -23,11 +23,11 @@ GROUP = "torch_deploy_toolkit.launchers"
 """The group of entry points."""
 
 BUILT_IN = ("local", "slurm", "kubernetes")
-"""The kinds that need no other package; none can take their place."""
+"""The built-in kinds; a package cannot replace them."""
 
 
 class LauncherPlugin(Protocol):
-    """What a package brings to run jobs on one more kind of site."""
+    """The interface of a package that runs jobs on another kind of site."""
 
     profile: "type[SiteProfile]"
     """The profile's model, with a field `kind: Literal["…"] = "…"`."""
@@ -43,12 +43,12 @@ class LauncherPlugin(Protocol):
         """Return the script of a plan, byte for byte what `launcher` submits. Pure."""
 
     def launcher(self, profile: Any) -> "Launcher[Any]":
-        """Return what submits plans, and opens the runs that it has submitted."""
+        """Return the launcher, which submits plans and opens the submitted runs."""
 
 
 @functools.cache
 def kinds() -> tuple[str, ...]:
-    """Return the kinds of profiles that installed packages bring."""
+    """Return the kinds of profiles that installed packages provide."""
     from importlib import metadata  # slow, and rarely needed
 
     names = {entry.name for entry in metadata.entry_points(group=GROUP)}
@@ -57,10 +57,10 @@ def kinds() -> tuple[str, ...]:
 
 @functools.cache
 def plugin(kind: str) -> LauncherPlugin:
-    """Return what a package brings for a kind of profile.
+    """Return the plugin of a package for a kind of profile.
 
     Raises:
-        ProfileError: no package does, several do, or it cannot be loaded.
+        ProfileError: no package provides one, several do, or it cannot be loaded.
     """
     from importlib import metadata
 

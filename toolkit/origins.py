@@ -1,8 +1,8 @@
-"""From which keys of the job file and the profile each line of a rendered text comes.
+"""The keys of the job file and the profile that cause each line of a rendered text.
 
-Found by trying: the text is rendered without each key, or with another value where that changes
-nothing or cannot be. Lines that are others then come from that key. So it holds for templates of a
-project's own, too.
+They are found by experiment: the text is rendered without each key, or with another value if
+removal changes nothing or is invalid. Lines that differ come from that key. So this also works for
+a project's own templates.
 """
 
 import difflib
@@ -18,17 +18,16 @@ from toolkit.profile import Profile
 from toolkit.rendering import payload, render
 
 _WHOLE = frozenset(("sweep", "kubernetes", "sbatch", "notify"))
-"""Keys whose parts only make sense together, or whose names are not ours."""
+"""Keys with parts that only make sense together, or with names that the toolkit does not define."""
 
 Path = tuple[str, ...]
 
 
 def origins(job: JobSpec, profile: Profile) -> list[tuple[str, tuple[str, ...]]]:
-    """Return each line of what a job renders to, and the keys that it comes from, as `a.b`.
+    """Return each line of a job's rendered text, and the keys that cause it, as `a.b`.
 
-    Keys of the profile begin with `profile:`; those that are not set, but have a default, end with
-    ` (default)`, and are left out with templates of a project's own. The supervisor that a text
-    carries is a comment.
+    Keys of the profile begin with `profile:`. Unset keys with a default end with ` (default)`, and
+    are left out with a project's own templates. The embedded supervisor is shown as a comment.
 
     Raises:
         PlanError: the job cannot work with this profile.
@@ -66,7 +65,7 @@ def _rendered(variant: Variant) -> str | None:
 
 
 def _variants(job: JobSpec, profile: Profile) -> Iterator[tuple[str, list[Variant]]]:
-    """Yield each key that is set, and what to try in its place."""
+    """Yield each key that is set, and the variants to try instead."""
     for made, prefix in ((job, ""), (profile, "profile:")):
         content = made.model_dump(mode="json", by_alias=True)
         own = {*_paths(made.model_dump(mode="json", by_alias=True, exclude_unset=True))}
@@ -74,7 +73,7 @@ def _variants(job: JobSpec, profile: Profile) -> Iterator[tuple[str, list[Varian
             if prefix and path in (("kind",), ("name",), ("templates_dir",)):
                 continue
             if path not in own and profile.templates_dir:
-                continue  # such a text takes a process each time
+                continue  # rendering such a text starts a process each time
             name = prefix + ".".join(path) + ("" if path in own else " (default)")
             others = [_without(content, path)]
             others += [_without(content, path, [value]) for value in _others(content, path)]
@@ -103,7 +102,7 @@ def _without(content: Mapping[str, Any], path: Path, instead: Sequence[Any] = ()
 
 
 def _others(content: Mapping[str, Any], path: Path) -> list[Any]:
-    """Return values that a key may have instead, one of which fits."""
+    """Return alternative values of a key; at least one is valid."""
     value: Any = content
     for key in path:
         value = value[key]

@@ -1,4 +1,4 @@
-"""Writes the files of a new project: a job, a script, profiles, and what people expect beside."""
+"""Writes the files of a new project: a job, a script, profiles, and other usual files."""
 
 import re
 import unicodedata
@@ -23,11 +23,11 @@ def write_project(folder: Path | str, *, example: str | None = None) -> list[Pat
     """Write a project into a new or empty folder, and return its files.
 
     Args:
-        folder: Where to write; its name becomes that of the job.
-        example: A job of `examples()`, instead of one with a script of its own.
+        folder: The project's folder; its name becomes the job's name.
+        example: A job of `examples()`, instead of a job with a new script.
 
     Raises:
-        InputError: the folder holds something, it cannot be written, or there is no such example.
+        InputError: the folder is not empty or not writable, or the example does not exist.
     """
     folder = Path(folder)
     if example is not None and example not in examples():
@@ -56,7 +56,7 @@ def _files(name: str, example: str | None) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of each file, the job first."""
     if example is not None:
         text = (_shipped("jobs") / f"{example}.yaml").read_text(encoding="utf-8")
-        yield _JOB, text.partition("\n")[2]  # without the path of a schema that is not there
+        yield _JOB, text.partition("\n")[2]  # without the path of a schema that does not exist
     template = templates_folder() / "project"
     for path in sorted(path for path in template.rglob("*") if path.is_file()):
         place = str(path.relative_to(template)).removesuffix(".j2")
@@ -72,7 +72,7 @@ def _files(name: str, example: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _job_name(folder: Path) -> str:
-    """Return a job's name from that of a folder.
+    """Return a job's name, derived from a folder's name.
 
     >>> _job_name(Path("/home/me/My Models_2")), _job_name(Path("Übung")), _job_name(Path("/"))
     ('my-models-2', 'ubung', 'training')
@@ -84,7 +84,7 @@ def _job_name(folder: Path) -> str:
 
 
 def _shipped(name: str) -> Path:
-    """Find a folder of the checkout, or of the wheel, which has it within the package."""
+    """Return a folder of the checkout, or of the wheel, which contains it in the package."""
     package = Path(__file__).parent
     inside = package / "data" / name
     return inside if inside.is_dir() else package.parent / name

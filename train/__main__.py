@@ -39,10 +39,10 @@ def main() -> int:
         return EXIT_DONE
     directory: RunDirectory | None = None
     named = os.environ.get(flags.RUN_DIR)
-    # Showing a plan, or using what a run has trained, is no try at the run.
+    # A dry run, an evaluation or a prediction does not count as an attempt at the run.
     if named and flags.trains(sys.argv[1:]):
         directory = RunDirectory(Path(named), rank_info)
-    # First of all: importing torch takes a second, in which a signal may come.
+    # Install the handler first: a signal may arrive during the second that importing torch takes.
     stop = StopRequest()
     stop.install(at_once=lambda name: end_early(directory, name))
     try:
@@ -52,7 +52,7 @@ def main() -> int:
         config = request.config
         reads = config.infers or config.verify_only
         directory = None if reads else RunDirectory(config.directory, rank_info)
-        # Only here, as they import torch: a mistyped flag is answered at once.
+        # Import these late, as they import torch: a mistyped flag is then reported at once.
         if config.spawn is not None and not rank_info.launched:
             exit_status = spawn(config.spawn, sys.argv[1:], stop)
             if exit_status == EXIT_PREEMPTED:
@@ -117,7 +117,7 @@ def record_end(directory: RunDirectory | None, status: str, reason: str) -> None
 
 
 def enter() -> NoReturn:
-    """Run `main()` as a process of its own, and end that process."""
+    """Run `main()` as the entry point of this process, and end the process."""
     # After a crash in C++, show where Python was.
     faulthandler.enable()
     keep_lines_whole()

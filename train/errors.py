@@ -1,16 +1,16 @@
 """The exceptions, by exit status.
 
-TrainError            1  the run cannot go on; the message says why
+TrainError            1  the run cannot continue; the message gives the reason
 ├── UsageError        2  the command line or the run directory must be changed first
-│   └── RefusedError  2  the run directory holds another run, or this one lives; it is left alone
-├── ProofError        2  the strategy would train something else than one process does
+│   └── RefusedError  2  the run directory holds another or an active run; it is left unchanged
+├── ProofError        2  the strategy would not train the same as one process
 ├── StrategyError     2  the strategy fails with a model that one process trains
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
-├── ReplicaError      1  ranks that must hold the same tensors do not; a retry goes on before that
+├── ReplicaError      1  ranks hold different tensors that must match; a retry resumes before that
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── OutputError       1  the predictions could not be written
 ├── FencedError       1  a newer attempt has taken the run over
-└── PeerError         1  another rank failed and has said why
+└── PeerError         1  another rank failed and has reported the reason
 """
 
 import re
@@ -35,11 +35,11 @@ class UsageError(TrainError):
 
 
 class RefusedError(UsageError):
-    """The run directory holds another run, or one that lives: nothing in it may be changed."""
+    """The run directory holds another run or an active one: nothing in it may be changed."""
 
 
 class ProofError(TrainError):
-    """The strategy does not train this model as one process would, or there is no proof of it."""
+    """The strategy does not train this model as one process would, or cannot prove that it does."""
 
     exit_status = EXIT_USAGE
 
@@ -100,8 +100,8 @@ NO_ECHOES = (
     "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
     "|eaddrinuse"
 )
-"""Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
-gloo's about ranks that are in different collectives, and a port that is taken."""
+"""Messages about an error on this rank's side: NCCL errors such as two ranks on one GPU, gloo
+errors about ranks in different collectives, and a port in use."""
 
 
 def is_collateral(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
-"""Layers without which a transformer of your own could not be split along its sequence.
+"""Layers that context parallelism needs in your transformer to split its sequences.
 
 Context parallelism gives each rank a part of every sequence. Almost every layer works on one
-position at a time and need not know; these look beyond, so they get the offset.
+position at a time and can ignore this. The layers here depend on other positions or on the offset.
 """
 
 from typing import Protocol
@@ -42,7 +42,7 @@ class Placed(nn.Module):
 
 
 class Positions(Placed):
-    """A learned vector for each place in the sequence."""
+    """A learned vector for each position in the sequence."""
 
     def __init__(self, places: int, width: int) -> None:
         """Make vectors for sequences of up to `places`, from torch's global generator."""
@@ -60,7 +60,7 @@ class Positions(Placed):
 
 
 class Places(Placed):
-    """The number of each place in the sequence, for positions of any other kind, such as angles."""
+    """The index of each position in the sequence, for other encodings, such as rotary angles."""
 
     def forward(self, time: int, device: torch.device | None = None) -> Tensor:
         """Number `time` places. Shape [time], int64."""

@@ -26,7 +26,7 @@ from .tasks.base import held_by, item_count
 
 
 class Trainer:
-    """One run in the making: how to do the next step, and what follows it."""
+    """The training run of this process: makes steps, evaluates, and saves checkpoints."""
 
     def __init__(
         self, *, saver: Saver, profiler: Profiler, progress: TrainingProgress, stop: StopRequest
@@ -55,12 +55,12 @@ class Trainer:
         self.learning_rate = LearningRate(config, progress.steps)
         self._sparse_checked = False
         self.seed = seed_of("step", config.seed, *strategy.axes)
-        # Gradients are divided by this on the way. A function of the run, so that a resumed one
+        # Passes divide gradients by this. It depends only on the run, so that a resumed run
         # rounds alike; `update()` corrects it once all ranks know the true count.
         first = torch.zeros(1, dtype=torch.int64)
         sample = self.train.take(first)
         if len(self.test):
-            # A value that is not a tensor is refused now, not after an epoch.
+            # Refuse a value that is not a tensor now, not after an epoch.
             self.test.take(first)
         self.expected_count = max(item_count(task, sample.targets), 1) * config.global_batch
 
@@ -70,7 +70,7 @@ class Trainer:
         return self.progress.samples_seen // self.samples
 
     def resume(self) -> None:
-        """Go on from the newest valid checkpoint that any rank sees, if there is one."""
+        """Resume from the newest valid checkpoint that any rank sees, if there is one."""
         # Before the weights are loaded, as it may move them, if only to put them back.
         check_data(self.train, self.test, self.group, task=self.task.name)
         first = torch.arange(min(self.config.global_batch, self.samples))
@@ -80,20 +80,20 @@ class Trainer:
         self.saver.resume(self.progress)
 
     def run(self) -> bool:
-        """Train to the last step, or until stopped; say whether the run is done."""
+        """Train to the last step, or until stopped; return whether the run is done."""
         progress, every = self.progress, self.config.checkpoint_every
         stop = self.group.sum([self.stop.requested])[0] > 0
         evaluated = self._evaluated_epoch()
         first, of_task = progress.step + 1, attributes_of(self.task)
         while progress.step < progress.steps:
-            # Ranks that have drifted apart are neither measured nor saved.
+            # Do not evaluate or save ranks that have drifted apart.
             if self.strategy.settled(progress.step):
                 due = every and progress.step and progress.step % every == 0
                 if stop or due:
                     self.saver.save(progress, epoch=self.epoch)
-                # Evaluation can wait when a stop was requested; the next start makes it.
+                # After a stop request, leave the evaluation to the next start.
                 if not stop and self.epoch > evaluated:
-                    # It may need too much memory: the checkpoint being written comes first.
+                    # Evaluation may run out of memory: finish writing the checkpoint first.
                     self.saver.wait()
                     stop = not self.evaluate()
                     evaluated = self.epoch
@@ -123,10 +123,10 @@ class Trainer:
         return True
 
     def _evaluated_epoch(self) -> int:
-        """Return the epoch after which a run that goes on from here was evaluated last.
+        """Return the epoch of the last evaluation up to the step from which the run continues.
 
-        An evaluation follows the checkpoint of the same step, so it may have failed, or a stop may
-        have come first. Rank 0 looks for its event in the run directory; all ranks call this.
+        The evaluation of a step follows its checkpoint, so it may have failed or been stopped.
+        Rank 0 looks for its event in the run directory; all ranks call this.
         """
         step = self.progress.step
         # The last step before this one after which ranks held one model, and could be measured.
@@ -160,8 +160,8 @@ class Trainer:
             strategy.writes.start(contents=True)
         with self.profiler.data():
             parts = self.feed.batch(progress.samples_seen).split_into(self.micro_batches)
-        # A function of the step instead of a generator's state: there is nothing to save or
-        # restore. After the reading, which may draw numbers too.
+        # The seed is a function of the step, so no generator state must be saved or restored.
+        # Seed after reading the batch, which may also draw numbers.
         seed_generators(mixed(self.seed, progress.step), self.group.device)
         divisor = self.expected_count / self.scaler.scale
         sums = strategy.accumulate(parts, 1.0 / divisor)
@@ -180,21 +180,21 @@ class Trainer:
     def update(
         self, loss: float, count: float, *, divisor: float = 1.0, started: float, **extra: float
     ) -> None:
-        """Turn the gradients into a step, and note it.
+        """Make an optimizer step from the gradients, and record it.
 
         Args:
             loss: summed over the global batch.
             count: how many items it sums over.
-            divisor: what the gradients have been divided by already.
+            divisor: the number by which the gradients have already been divided.
             started: when the step began, by the monotonic clock.
-            extra: what else `metrics.jsonl` shall say about it.
+            extra: further fields for its line in `metrics.jsonl`.
 
         Raises:
             NonFiniteLoss: the gradients are not finite.
         """
         progress, lr = self.progress, self.learning_rate.at(self.progress.step)
-        # By the count of the whole global batch: a mean of means would weigh items differently.
-        # Where it is the expected count, the factor is 1, and nothing is left to do.
+        # Divide by the count of the whole global batch: a mean of means would weight items
+        # unequally. If the count is the expected one, the factor is 1 and nothing is left to do.
         if not self._sparse_checked:
             self._refuse_sparse_gradients()
         self.strategy.scale_gradients(divisor / max(count, 1.0))
@@ -219,7 +219,7 @@ class Trainer:
         )
 
     def _refuse_sparse_gradients(self) -> None:
-        """Refuse what no layer could have told: `functional.embedding()` may have them, too."""
+        """Refuse sparse gradients that no layer reveals, as `functional.embedding()` may have."""
         named, name = self.strategy.named_parameters(), self.task.name
         strategy = self.config.strategy_on(self.group.rank_info)
         sparse.refuse(sparse.gradients(named), self.config, strategy=strategy, task=name)
@@ -239,11 +239,11 @@ class Trainer:
     def _agree(
         self, sums: Sums, changed: bool, written: bool, held: Sequence[float]
     ) -> tuple[float, ...]:
-        """Exchange all that ranks must agree on before the weights move, in one small collective.
+        """Exchange in one small collective all that ranks must agree on before updating weights.
 
-        `held`: what the watch compares, if anything. Returns the loss and the count of the whole
-        batch, the number of ranks that were asked to stop, the number of ranks that have left out
-        other parameters than before, and the number of ranks whose passes have written parameters.
+        `held`: values for the watch to compare, if any. Returns the loss and the count of the
+        whole batch, and three numbers of ranks: those with a stop request, those that have left
+        out other parameters than before, and those that have written parameters in their passes.
         """
         mine = full(sums.loss)
         own = (sums.count, self.stop.requested, changed, written)
@@ -266,7 +266,7 @@ class Trainer:
         return (loss, *others[: len(own)])
 
     def _check_writes(self, mine: Sequence[str]) -> None:
-        """Make sure that what passes have written stays, and is the same on all ranks.
+        """Make sure that parameter writes of the passes persist, and match on all ranks.
 
         Raises:
             UsageError: on all ranks; names the parameters.
@@ -284,7 +284,7 @@ class Trainer:
             )
 
     def _agree_on_untrained(self) -> None:
-        """Find out what to leave alone in this step; say so the first time."""
+        """Agree on the parameters without gradients in this step; report them the first time."""
         first = not self.untrained.names
         self.untrained.agree()
         if first and (names := self.untrained.names):
@@ -296,7 +296,7 @@ class Trainer:
             )
 
     def _name_untrained_of_task(self) -> None:
-        """Say it if the loss depends on parameters that the model does not have."""
+        """Report parameters that the loss depends on but the model does not contain."""
         own = {id(parameter) for _, parameter in self.strategy.named_parameters()}
         mine = [
             n
@@ -311,7 +311,7 @@ class Trainer:
             )
 
     def _name_attributes_of_task(self, before: dict[str, object]) -> None:
-        """Say it if the loss changes what no checkpoint holds."""
+        """Report attributes that the loss changes but no checkpoint stores."""
         if names := changed_attributes(before, attributes_of(self.task)):
             self.console.say(
                 f"loss() changes {some_of(names)} of the task, which no checkpoint holds: a start "
@@ -320,7 +320,7 @@ class Trainer:
             )
 
     def _gradients_are_good(self) -> bool:
-        """Clip; say whether a step may be made. Whole runs without clipping or fp16 pay nothing."""
+        """Clip, and return whether to make the step; free without clipping or fp16."""
         if self.config.clip_norm is None and not self.scaler.enabled:
             return True
         norm = self.strategy.agree_on_norm(total_norm(self.strategy))
@@ -349,13 +349,13 @@ class Trainer:
             )
 
     def evaluate(self) -> bool:
-        """Measure on the test set, and say so; False if a stop request has ended it early."""
+        """Evaluate on the test set and report; False if a stop request has ended it early."""
         progress, started = self.progress, time.monotonic()
         self.directory.event("evaluation", step=progress.step)
         measured: dict[str, float] | None = None
         with suppress(EvaluationStopped):
             measured = self.measure()
-        # Where one rank measures for all, the others learn it here.
+        # If one rank measures for all, the others get its status here.
         stopped, signalled = self.group.sum([measured is None, self.stop.requested])
         if stopped or measured is None:
             self.note_stop(signalled)
@@ -373,7 +373,7 @@ class Trainer:
         return True
 
     def close(self) -> None:
-        """End the work that runs beside the steps."""
+        """End the work that runs in parallel with the steps."""
         self.feed.close()
         self.profiler.close()
         self.directory.flush()
@@ -389,7 +389,7 @@ class Trainer:
                 progress.outcome(self.group.rank_info, "preempted", reason)
             )
 
-        # As for a checkpoint: the first rank to leave has the others ended.
+        # As for a checkpoint: when the first rank leaves, the others are ended.
         self.group.on_rank_0(write)
         self.console.say(
             f"{reason} after step {progress.step}/{progress.steps}; start again to go on · "
@@ -398,6 +398,6 @@ class Trainer:
 
 
 def listed(numbers: list[int], most: int = 16) -> str:
-    """Write sample numbers, the first of many."""
+    """Format sample numbers, at most `most` of them."""
     shown = ", ".join(map(str, numbers[:most]))
     return shown if len(numbers) <= most else f"{shown}, … ({len(numbers)} in all)"

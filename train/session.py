@@ -67,8 +67,8 @@ def train(
         layout = config.layout_on(rank_info)
         task = tasks.load(config.task)
         with open_group(rank_info, config) as group:
-            # All ranks are here: from now on they can agree on where to stop. Until the first step
-            # is made nothing would be lost, and no checkpoint written, which may take minutes.
+            # All ranks are here, so they can now agree on the step to stop at. Before the first
+            # step, an early stop loses nothing and avoids a checkpoint, which may take minutes.
             stop.wait_for_the_loop(at_most_s=BEFORE_FIRST_STEP_S)
             phases.end("process_group")
             samples = len(source_of(task.train(), task=task.name))
@@ -137,10 +137,10 @@ def leave_early(directory: RunDirectory, signal_name: str) -> None:
 
 
 def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) -> None:
-    """Refuse before the first step what would be found out after the last one.
+    """Detect errors before the first step that would otherwise appear after the last one.
 
     Raises:
-        UsageError: on all ranks; there is nothing to profile, or the weights could not be written.
+        UsageError: on all ranks; the run has no step to profile, or cannot write the weights.
     """
     first = Profile.parse(config.profile).first if config.profile else 0
     if first > progress.steps:
@@ -153,7 +153,7 @@ def check_ahead(config: Config, progress: TrainingProgress, group: RankGroup) ->
 
 
 def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> None:
-    """Write the weights of a run that is done; nothing in its directory changes.
+    """Export the weights of a finished run without changing its directory.
 
     Raises:
         UsageError: on all ranks; the last checkpoint is gone, or the file cannot be written.
@@ -172,7 +172,7 @@ def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> No
     try:
         resumption = recovery.describe(directory.path, group, best, source=source, shared=False)
         resumption = dataclasses.replace(resumption, listing=weights(resumption.listing))
-        # The source may be another node, while the file is wanted where rank 0 runs.
+        # The source rank may be on another node, but rank 0 must write the file.
         model = {
             name: torch.empty(shape, dtype=dtype)
             for name, (shape, dtype) in resumption.listing.items()
@@ -181,7 +181,7 @@ def export_finished(directory: RunDirectory, group: RankGroup, path: Path) -> No
         recovery.fill(directory.path, group, resumption, model)
         group.on_rank_0(lambda: export(path, resumption.listing, model.__getitem__))
     except (CheckpointError, PeerError) as error:
-        # Not a failure of the run, which would be recorded as its outcome.
+        # Do not record this as the run's outcome: the run has not failed.
         raise UsageError(str(error)) from error
 
 
@@ -216,7 +216,7 @@ def assemble(
     )
     trainer = Trainer
     if config.strategy_on(group.rank_info) == "ps":
-        # Only here, as it imports torch.distributed.rpc.
+        # Import this late, as it imports torch.distributed.rpc.
         from .parallel.parameter_server.strategy import ServedTrainer
 
         trainer = ServedTrainer
@@ -226,7 +226,7 @@ def assemble(
 
 
 def announce(trainer: Trainer, parts: Parts) -> None:
-    """Say what starts, to people and to `events.jsonl`."""
+    """Report the start, on the console and in `events.jsonl`."""
     config, rank_info, device = parts.config, parts.group.rank_info, parts.group.device
     strategy = config.strategy_on(rank_info)
     trainer.directory.event(
@@ -256,7 +256,7 @@ def announce(trainer: Trainer, parts: Parts) -> None:
     if description := trainer.strategy.describe():
         trainer.console.say(description)
     if config.dropout is not None:
-        # Of a copy: a task may hold on to the last model that it has made.
+        # Sketch a copy of the task: a task may keep a reference to its latest model.
         described = dropout.describe(sketch_of(copy.copy(parts.task)))
         trainer.console.say(f"--dropout {config.dropout} {described}")
 

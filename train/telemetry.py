@@ -1,4 +1,4 @@
-"""Records how far a training script is; copy this file beside your own script, of any framework.
+"""Records the progress of a training script of any framework; copy this file beside the script.
 
 Rank 0 appends to `metrics.jsonl` and `events.jsonl` in the run directory of the launcher, if there
 is one: status, goodput, reports, hangs and trackers then work as for `train`. It needs Python only.
@@ -22,23 +22,23 @@ class Telemetry:
         self._folder = Path(folder) if folder else None
         restart = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         self._start = {"attempt": int(environ.get("TRAIN_ATTEMPT", 0)), "restart": restart}
-        # When a restart in the job began is not known.
+        # The start time of a restart within the job is not known.
         began = None if restart else environ.get("TRAIN_ATTEMPT_BEGAN")
         self._began = min(float(began or self._mark), self._mark)
         self._phases = {"start": self._mark - self._began}
         self._write("events", event="start", world_size=int(environ.get("WORLD_SIZE", 1)))
 
     def ready(self) -> None:
-        """Note that the first step begins."""
+        """Record that the first step begins."""
         phases = {**self._phases, "setup": time.time() - self._mark}
         self._write("events", event="ready", began=self._began, phases=phases)
         self._mark = time.time()
 
     def step(self, step: int, **figures: float) -> None:
-        """Note the end of a step, counted from 1, with its figures, such as the loss."""
+        """Record the end of a step, counted from 1, with its metrics, such as the loss."""
         now, self._step = time.time(), step
         self._count, self._took, self._mark = self._count + 1, self._took + now - self._mark, now
-        # Of a file of more than 200 MB, a record stands for the steps of a second.
+        # Above 200 MB, write one record for all steps of a second.
         if self._bytes < 200 << 20 or now - self._written >= 1:
             several = {"count": self._count} if self._count > 1 else {}
             self._write("metrics", **figures, seconds=self._took / self._count, **several)
@@ -46,7 +46,7 @@ class Telemetry:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Note how long an `evaluation` or a `checkpoint` holds the training up."""
+        """Record how long an `evaluation` or a `checkpoint` stalls training."""
         ends = {"evaluation": ("epoch", "seconds"), "checkpoint": (what, "stall_seconds")}
         end, took = ends[what]
         began = time.time()

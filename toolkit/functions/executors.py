@@ -32,7 +32,7 @@ _LOCAL = "for this machine; leave it out"
 
 
 def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT:
-    """Return a profile of this kind; raise ProfileError if it is missing, or not `wanted`."""
+    """Return a profile of this kind; raise ProfileError if it is missing or not `wanted`."""
     site = as_profile(profile)
     if not isinstance(site, kind):
         raise ProfileError(f"profile {site.name!r} is not {wanted}")
@@ -40,7 +40,7 @@ def _site(profile: str | Profile, kind: type[ProfileT], wanted: str) -> ProfileT
 
 
 class _RunExecutor(core.Executor, Generic[ProfileT]):
-    """An executor whose calls are runs, so that `toolkit list` and the other commands know them."""
+    """An executor that makes calls runs, so that `toolkit list` and other commands find them."""
 
     job_class = FunctionJob
 
@@ -66,7 +66,8 @@ class _RunExecutor(core.Executor, Generic[ProfileT]):
 class SlurmExecutor(_RunExecutor[SlurmProfile]):
     """Calls functions on every rank of a multi-node torchrun group on Slurm.
 
-    The batch script is that of any other job: stopped with a checkpoint, requeued by its outcome.
+    The batch script works as for any other job: it stops with a checkpoint, and is requeued by its
+    outcome.
     `map_array`, `submit_array` and `batch()` make one job array.
     """
 
@@ -113,9 +114,9 @@ class SlurmExecutor(_RunExecutor[SlurmProfile]):
 class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
     """Calls functions on every rank of a torchrun group in pods.
 
-    Pods and this process need not share a disk: the function travels in a ConfigMap, and a helper
-    pod copies results, and larger functions, by the volume of the run directories. Calls of an
-    array are runs of their own.
+    Pods and this process need not share a disk: a ConfigMap contains the function, and a helper pod
+    copies results, and larger functions, through the volume of the run directories. Each call of an
+    array is a separate run.
     """
 
     job_class = PodJob
@@ -137,7 +138,7 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
         super().__init__(site, str(state_folder() / "calls"), parameters)
 
     def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
-        # Nothing is submitted unless all calls can be: none is left behind alone.
+        # Calls are submitted all or none, so that no single call is left behind.
         jobs = [(self._job(self.parameters, call.function), call) for call in delayed_submissions]
         prepared = [(plan(job, self._profile), files_of(job, call)) for job, call in jobs]
         launcher = KubernetesLauncher(self._profile)
@@ -153,7 +154,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:
         """Prepare to submit, with the arguments and errors of `SlurmExecutor`.
 
-        The profile names the folder of the run directories, and nothing else.
+        The profile only sets the folder of the run directories.
         """
         site = _site(profile, LocalProfile, _LOCAL)
         super().__init__(site, site.runs_dir, parameters)
@@ -170,7 +171,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
 class DebugExecutor(submitit.DebugExecutor):
     """Calls functions in this process when results are requested, so that pdb can stop there.
 
-    The process group has one rank with any parameters.
+    The process group has one rank, whatever the parameters.
     """
 
     def __init__(self, profile: str | Profile = "local", **parameters: Any) -> None:

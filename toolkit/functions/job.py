@@ -24,11 +24,11 @@ from toolkit.text import untrusted
 R = TypeVar("R", covariant=True)
 
 _QUERY_PAUSES_S = (1.0, 15.0)
-"""First and longest pause between two queries to the scheduler about the same jobs."""
+"""Shortest and longest pause between two scheduler queries about the same jobs."""
 _LOOK_PAUSES_S = (0.02, 0.5)
-"""Shortest and longest pause between two looks into the run directory."""
+"""Shortest and longest pause between two checks of the run directory."""
 _FILES_WITHIN_S = 15.0
-"""How long a file may take to appear here after its job has ended on another machine."""
+"""Time limit for a file to appear here after its job has ended on another machine."""
 _LOG_LINES = 20
 
 _STREAM_BYTES = 64 << 20
@@ -36,11 +36,11 @@ _STREAM_BYTES = 64 << 20
 
 _OUTCOMES = {"done": RunState.SUCCEEDED, "fatal": RunState.FAILED}
 _STATES = {RunState.SUCCEEDED: "COMPLETED"}
-"""Slurm's words, which users of submitit compare with; all others are the same."""
+"""Slurm's state names, which users of submitit compare with; all others are the same."""
 
 
 class StatusPoll:
-    """The scheduler's status of the jobs of one submission: polled seldom, by one query for all."""
+    """The scheduler's status of one submission's jobs: polled rarely, with one query for all."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -49,7 +49,7 @@ class StatusPoll:
         self._pauses = pauses(*_QUERY_PAUSES_S)
 
     def status(self, index: int, *, force: bool = False) -> RunStatus:
-        """Return the status of a job; with `force`, by a query of now."""
+        """Return the status of a job; with `force`, from a new query."""
         if force or time.monotonic() >= self._next_s:
             try:
                 run = self._run
@@ -76,7 +76,7 @@ class FunctionPaths(JobPaths):
 
     @property
     def submission_file(self) -> Path:
-        """The script; that of an array is one folder above its runs."""
+        """The script; for an array, it is one folder above its runs."""
         own, above = self.folder / self._script, self.folder.parent / self._script
         return own if own.exists() else above
 
@@ -87,7 +87,7 @@ class FunctionPaths(JobPaths):
 
     @property
     def result_pickle(self) -> Path:
-        """What the rank has returned in the newest attempt."""
+        """The rank's return value in the newest attempt."""
         return self._call.result(self.task_id)
 
     @property
@@ -106,10 +106,10 @@ class FunctionPaths(JobPaths):
 
 
 class FunctionJob(core.Job[R]):
-    """A call on all ranks of a group, or one rank's part in it.
+    """A call on all ranks of a group, or one rank's part of it.
 
-    As with submitit, `results()` returns the results of all ranks. `result()` returns that of rank
-    0, where submitit refuses jobs of several tasks; `task(k).result()` returns that of rank k.
+    As with submitit, `results()` returns the results of all ranks. `result()` returns the result of
+    rank 0, where submitit refuses jobs of several tasks; `task(k).result()` returns that of rank k.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class FunctionJob(core.Job[R]):
         return UncompletedJobError("\n".join(text))
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait for files that another machine has written, but not longer than they may take."""
+        """Wait for files that another machine has written, up to the time limit."""
         until_s = time.monotonic() + _FILES_WITHIN_S
         for pause_s in pauses(*_LOOK_PAUSES_S):
             if condition() or time.monotonic() > until_s:
@@ -218,7 +218,7 @@ class FunctionJob(core.Job[R]):
             time.sleep(pause_s)
 
     def _fetch(self) -> None:
-        """Copy the files of the ranks here, if this process does not see their run directory.
+        """Copy the ranks' files to this machine, if it does not see their run directory.
 
         Raises:
             LauncherError: they cannot be copied.
@@ -228,7 +228,7 @@ class FunctionJob(core.Job[R]):
         path, base = self._call.result(rank), self._call.run_dir
         self._wait_for(path.exists)
         try:
-            # Unpickling can do anything, so no other user may write here.
+            # Unpickling can run any code, so other users must not be able to write these files.
             for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
                 run_directory.require_own(part)
             with untrusted.open_untrusted(path, below=base) as file:
@@ -240,13 +240,13 @@ class FunctionJob(core.Job[R]):
     def wait(self) -> None:
         """Return when the job has ended."""
         (shortest_s, longest_s), began_s = _LOOK_PAUSES_S, time.monotonic()
-        while not self.done():  # what a look adds to the wait is at most a hundredth of it
+        while not self.done():  # the pause adds at most one hundredth to the wait
             time.sleep(min(max(shortest_s, (time.monotonic() - began_s) / 100), longest_s))
 
     def done(self, force_check: bool = False) -> bool:
         """Whether the job has ended, by its outcome in the run directory or by the scheduler.
 
-        The scheduler is polled every 15 seconds at least, so a job that died without an outcome is
+        The scheduler is polled at least every 15 seconds, so a job that died without an outcome is
         detected, with or without accounting.
         """
         if self._call.outcome():
@@ -287,7 +287,7 @@ class FunctionJob(core.Job[R]):
 
 
 class PodJob(FunctionJob[R]):
-    """A call in pods, whose disks this process does not see: files are copied from their claim."""
+    """A call in pods. This process does not see their disks: files are copied from their claim."""
 
     def _fetch(self) -> None:
         call, whole = self._call, all(map(Path.exists, map(self._call.result, self._tasks)))

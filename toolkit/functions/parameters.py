@@ -73,14 +73,14 @@ _INSTEAD = {
     "teardown": "set 'epilog' in the profile",
     "use_srun": "srun starts torchrun on each node",
 }
-"""submitit's parameters that have no meaning here, each with the reason or the way out."""
+"""submitit's parameters without a meaning here, each with the reason or a fix."""
 
 
 def updated(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters with the given ones added or replaced.
 
     Raises:
-        SpecError: unknown names, each with the way out; two names for the same key.
+        SpecError: unknown names, each with a fix; two names for the same key.
     """
     settings: dict[str, list[str]] = {}
     new: dict[str, Any] = {}

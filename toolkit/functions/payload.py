@@ -1,6 +1,6 @@
-"""The files of a call in its run directory: arguments in, results out. The same for every place.
+"""The files of a call in its run directory: arguments in, results out. The same on every site.
 
-docs/reference/run-directory.md describes them; worker.py runs on the other side.
+docs/reference/run-directory.md describes them; worker.py reads and writes them on the ranks.
 """
 
 import json

@@ -29,13 +29,13 @@ from typing import Any
 EXIT_STOPPED = 75  # EX_TEMPFAIL: start again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 NOTIFIED_WITHIN_S = 10.0
-"""A stop reaches all ranks within this time; if it reaches only some, another rank has failed."""
+"""A stop signal reaches all ranks within this time; if it reaches only some, a rank has failed."""
 FILE_WITHIN_S = 60.0
 """How long a file from another machine may take to appear."""
 STORE_WITHIN_S = 5.0
 """How long to poll for rank 0's store; torch's own client waits longer after each try."""
 ECHO_S = 10
-"""A rank that has lost another one dates its error so much later: torchrun takes the first."""
+"""Seconds added to the error time of a rank that lost another: torchrun takes the first error."""
 
 WEIGHTS = {"running": 0, "retryable": 1, "preempted": 1, "fatal": 2, "done": 3}
 
@@ -52,7 +52,7 @@ class WorkerId:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.submitted_dir = Path(__file__).parent  # but for pods, the same as function_dir
+        self.submitted_dir = Path(__file__).parent  # the same as function_dir, except in pods
         self.function_dir = self.run_dir / "function"
         self.attempt_dir = self.function_dir / f"attempt-{self.attempt}"
 
@@ -142,13 +142,13 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def weight(outcome: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the weight of an outcome: a later start outweighs, then a more definite status."""
+    """Return the weight of an outcome: by later start, then by more definite status."""
     status = WEIGHTS.get(str(outcome.get("status")), -1)
     return outcome.get("attempt", -1), outcome.get("restart", -1), status
 
 
 class StopHandler:
-    """Handles the signals by which a rank is stopped.
+    """Handles the signals that stop a rank.
 
     Before the function is called, a signal ends the process immediately: it may be in C++, where no
     Python handler runs, waiting for a peer that the same signal has ended. Afterwards rank 0 writes
@@ -223,7 +223,7 @@ class StopHandler:
         exit_now(EXIT_STOPPED)
 
     def _checkpoint(self, call: Call, frame: FrameType | None) -> str:
-        """Store the next attempt's call, as the function has it; return a note for the outcome."""
+        """Store the next attempt's call, from the function; return a note for the outcome."""
         function, args, kwargs = call
         own = getattr(function, "__submitit_checkpoint__", None)
         checkpoint = own or getattr(function, "checkpoint", None)
@@ -243,7 +243,7 @@ class StopHandler:
 
 
 def exit_now(status: int) -> None:
-    """End the process immediately: destructors of a broken process group may wait for ever."""
+    """Exit the process immediately: destructors of a broken process group may hang."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
@@ -359,8 +359,8 @@ def set_submitit_variables(worker: WorkerId) -> None:
 
 def main() -> int:
     """Call the function, and write its result or failure."""
-    sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; until now, torchrun's folder
-    atexit._clear()  # what torchrun has registered is torchrun's
+    sys.path[0] = os.getcwd()  # noqa: PTH109  # as after `python -m`; it was torchrun's folder
+    atexit._clear()  # drop the handlers that torchrun has registered
     for stream in (sys.stdout, sys.stderr):  # torchrun would pass on incomplete lines
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     # Files that are unpickled later must not be writable by others.
@@ -382,7 +382,8 @@ def main() -> int:
         files.result(call[0](*call[1], **call[2]))
         leave_group()
         ended = channel.add("left", 1)
-        while worker.rank == 0 and ended < worker.world_size:  # it holds the store, and can stop
+        # Rank 0 waits for all ranks: it hosts the store, and can still handle a stop.
+        while worker.rank == 0 and ended < worker.world_size:
             time.sleep(0.02)
             ended = channel.add("left", 0)
         stop.over()
@@ -390,7 +391,7 @@ def main() -> int:
             files.outcome("done")
         atexit._run_exitfuncs()  # forked processes skip them
     except BaseException as error:
-        # A failed rendezvous may pass: a lost node, a port that is in use.
+        # A failed rendezvous may be temporary: a lost node, a port in use.
         lost = not joined or (worker.world_size > 1 and is_echo(error, *facts["echoes"]))
         files.failure(error, echo=lost)
         exit_now(1)

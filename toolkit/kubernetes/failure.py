@@ -1,8 +1,8 @@
-"""Which rank of a run in pods has failed first, and why: by what the pods have printed.
+"""Finds the first failed rank of a run in pods, and its cause, in the output of the pods.
 
 The client cannot read a pod's disk, so it reads the log, or the end of it that Kubernetes keeps:
 the ranks' lines as torchrun forwards them, torchrun's report, and the supervisor's lines.
-`failure_of` reads them from the cluster; `first_failure` judges them without I/O.
+`failure_of` reads them from the cluster; `first_failure` evaluates them without I/O.
 """
 
 import re
@@ -39,42 +39,42 @@ from toolkit.supervisor.evidence.torchrun_report import (
 from toolkit.supervisor.evidence.traceback import Trace, last_trace
 
 LogLine = tuple[float | None, str]
-"""When it was printed, in seconds since 1970, where that is known; and the line."""
+"""The time of printing in seconds since 1970, if it is known, and the line."""
 
 _MOST_LINES = 10_000
-"""Lines of a pod that are read: a rank that fails ends its run within seconds."""
+"""Maximum number of lines to read from a pod: a failed rank ends its run within seconds."""
 
 _AGAIN = re.compile(r"E\d{4} \S+ .*\] failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
-"""What torchrun logs before it ends the ranks of a start (torch 2.13, multiprocessing/api.py)."""
+"""torchrun's message before it stops the other ranks (torch 2.13, multiprocessing/api.py)."""
 
 _OWN = re.compile(r"torch\S+(ChildFailedError|SignalException)")
-"""How torchrun ends because of its ranks."""
+"""torchrun's exceptions after a failed rank or a signal."""
 
 _NO_FAILURE = ("preempted", "done")
-"""The retry policy's words for an end that is not a failure."""
+"""Outcomes of the retry policy that are not failures."""
 
 _POD_FAILED = re.compile(r"pod [^/\s]+/(\S+) failed with exit code (\d+)")
-"""The Job controller's message about the pod for which it has ended the Job."""
+"""The Job controller's message about the pod that failed the Job."""
 
 _INDEX = re.compile(r"-(\d+)-\w+$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerOutput:
-    """What a container has printed that has ended badly."""
+    """The output of a failed container."""
 
     pod: str
     """The pod's short name."""
 
     attempt: int
-    """The start of all pods that it belongs to."""
+    """The attempt of the pod: one start of all pods."""
 
     exit_code: int
     reason: str
-    """The kubelet's reason of its end."""
+    """The kubelet's reason for the termination."""
 
     ended: float
-    """When it has ended, in seconds since 1970; 0 if it is unknown."""
+    """The time of termination in seconds since 1970; 0 if unknown."""
 
     lines: Sequence[LogLine]
     """The last lines, oldest first."""
@@ -83,10 +83,10 @@ class ContainerOutput:
 def failure_of(
     cluster: Cluster, kind: WorkloadKind, obj: Object, selector: str, attempt: int | None
 ) -> Failure | None:
-    """Return what failed first in an attempt of a failed run, the newest if None is given.
+    """Return the first failure in an attempt of a failed run; by default the newest attempt.
 
-    A log that cannot be read any more is replaced by its end, which Kubernetes keeps with the pod;
-    if the pod is gone as well, the object's conditions may name it. None if the cause is unknown.
+    If a log is no longer readable, its end is used, which Kubernetes keeps with the pod. If the pod
+    is gone as well, the object's conditions may name it. None if the cause is unknown.
 
     Raises:
         Away: the server does not answer.
@@ -103,7 +103,7 @@ def failure_of(
 
 
 def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOutput | None:
-    """Return what a pod's container has printed; None where it has not ended badly."""
+    """Return the output of a pod's failed container; None if it has not failed."""
     for status in container_statuses(pod, kind.container):
         state = status.get("state") or {}
         ended = state.get("terminated")
@@ -121,7 +121,7 @@ def _output_of(cluster: Cluster, kind: WorkloadKind, pod: Object) -> ContainerOu
         except Away:
             raise
         except LauncherError:
-            pass  # the log is gone, or not for us
+            pass  # the log is gone, or reading it is denied
         return ContainerOutput(
             pod=short_name(pod),
             attempt=attempt_of(pod) or 0,
@@ -144,7 +144,7 @@ def _dated(lines: Iterable[bytes]) -> Iterator[LogLine]:
 
 
 def _of_conditions(things: Iterable[Object]) -> Failure | None:
-    """Return the failure of the pod that has ended an object or one of its Jobs."""
+    """Return the failure of the pod that made an object or one of its Jobs fail."""
     for thing in things:
         end = true_conditions(thing).get("Failed", {})
         message = str(end.get("message") or "")
@@ -162,10 +162,10 @@ def _of_conditions(things: Iterable[Object]) -> Failure | None:
 
 
 def first_failure(outputs: Iterable[ContainerOutput]) -> Failure | None:
-    """Return what failed first; None if it is unknown.
+    """Return the first failure; None if it is unknown.
 
-    Of several starts of the ranks within a pod, the last one counts. Ranks that only report the
-    loss of another one come last, at any time.
+    If the ranks were started several times in a pod, the last start counts. Ranks that only report
+    the loss of another rank come last, whatever their time.
     """
     failures: list[Failure] = []
     before: defaultdict[int, list[Failure]] = defaultdict(list)
@@ -189,7 +189,7 @@ class _RanksOutput:
 
     container: ContainerOutput
     restart: int
-    """How often torchrun had started the ranks anew."""
+    """Number of torchrun restarts before this start."""
 
     ranks: dict[int, list[LogLine]] = field(default_factory=lambda: defaultdict(list))
     others: list[LogLine] = field(default_factory=list)
@@ -197,10 +197,10 @@ class _RanksOutput:
     """Time, exit status and local rank of the failures that torchrun logs."""
 
     is_reported: bool = False
-    """Whether torchrun has ended after this start, with its report."""
+    """Whether torchrun exited after this start, with its report."""
 
     def add(self, time: float | None, text: str) -> None:
-        """Add a line that is no rank's."""
+        """Add a line without a rank prefix."""
         self.others.append((time, text))
         self.is_reported = self.is_reported or _OWN.match(text) is not None
         if match := _AGAIN.match(text):
@@ -208,12 +208,12 @@ class _RanksOutput:
 
     @property
     def last_words(self) -> LastWords:
-        """What the last lines of the container say."""
+        """The cause and the verdict in the container's last lines."""
         return last_words("\n".join(text for _, text in self.container.lines[-3:]))
 
     def reports(self) -> list[Reported]:
-        """Return torchrun's report, by the clock of the log: a pod's time zone may not be ours."""
-        # Of each rank once: torchrun reports a rank again only where something else prints as it.
+        """Return torchrun's report with the log's times: the pod's time zone may differ."""
+        # One report per rank: a second one for the same rank was printed by something else.
         by_rank = {one.rank: one for one in read_reports(text for _, text in self.others)}
         reports = list(by_rank.values())
         stamps = [time for time, text in self.others if time and "error_file:" in text]
@@ -223,9 +223,9 @@ class _RanksOutput:
         return [reported._replace(time=reported.time + shift) for reported in reports]
 
     def failures(self, reports: Sequence[Reported], base: int | None) -> list[Failure]:
-        """Return how the ranks have failed that torchrun reports, or else that left a traceback.
+        """Return the rank failures that torchrun reports, or else those that left a traceback.
 
-        `base` is the global rank of the pod's first rank, where it is known.
+        `base` is the global rank of the pod's first rank, if it is known.
         """
         if not reports and self.last_words.word not in _NO_FAILURE:
             return self._traces(base)
@@ -234,7 +234,7 @@ class _RanksOutput:
         return [failure for failure in failures if failure is not None]
 
     def unreported_failures(self, base: int | None) -> Iterator[Failure]:
-        """Yield how the ranks have failed of a start that torchrun did not report."""
+        """Yield the rank failures of a start without a report from torchrun."""
         traces = self._traces(base)
         yield from traces
         with_trace = {trace.rank for trace in traces}
@@ -246,7 +246,7 @@ class _RanksOutput:
                 yield replace(ended, rank=rank, local_rank=local_rank)
 
     def container_failures(self) -> list[Failure]:
-        """Return the end of the container, if nothing is known of its ranks."""
+        """Return the failure of the container, if nothing is known about its ranks."""
         container = self.container
         if container.reason == "OOMKilled":
             return [self._failure("signal", "OOMKilled: the pod needs more memory")]
@@ -263,7 +263,7 @@ class _RanksOutput:
     def _judged(self, reported: Reported, error_lines: Sequence[str]) -> Failure | None:
         """Return a rank's failure; None for a victim.
 
-        The error lines are the content of its error file, as torchrun reports it.
+        The error lines are the content of the rank's error file, as torchrun reports it.
         """
         lines = self.ranks.get(reported.rank, [])
         stderr = [text for _, text in lines]
@@ -289,7 +289,7 @@ class _RanksOutput:
         )
 
     def _traces(self, base: int | None) -> list[Failure]:
-        """Return the exceptions with which ranks have ended."""
+        """Return the exceptions that ended ranks."""
         traces = ((r, lines, last_trace([t for _, t in lines])) for r, lines in self.ranks.items())
         return [
             replace(
@@ -314,7 +314,7 @@ class _RanksOutput:
 
 
 def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
-    """Return the output, grouped by starts of the ranks; the last one holds torchrun's report."""
+    """Return the output, grouped by starts of the ranks; the last start has torchrun's report."""
     starts = [_RanksOutput(container=container, restart=0)]
     for time, text in container.lines:
         if match := OF_RANK.match(text):
@@ -324,7 +324,7 @@ def _starts_of(container: ContainerOutput) -> list[_RanksOutput]:
         else:
             starts[-1].add(time, text)
     if len(starts) > 1 and not starts[-1].noticed and starts[-1].is_reported:
-        late = starts.pop()  # what ranks had printed at their end, and torchrun passed on after it
+        late = starts.pop()  # last output of the ranks, which torchrun forwarded late
         for rank, rank_lines in late.ranks.items():
             starts[-1].ranks[rank] += rank_lines
         starts[-1].others += late.others

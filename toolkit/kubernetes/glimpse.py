@@ -1,7 +1,7 @@
-"""The newest records of a run, which a command in one of its pods prints now and then.
+"""The newest records of a run, printed from time to time by a command in one of its pods.
 
-What the pod says may be anything: it fills files of fixed names in a folder of this process, which
-are read as carefully as a run directory.
+The output of the pod is untrusted: it only fills files with fixed names in a folder of this
+process, which are read as carefully as a run directory.
 """
 
 import functools
@@ -22,16 +22,16 @@ from toolkit.kubernetes.pods import index_of, is_up
 from toolkit.text import untrusted
 
 PAUSE_S = 10.0
-"""The least time between two questions about a run."""
+"""Minimum interval between two queries of a run."""
 
 _TIMES_LONGER = 20
-"""A pause is so many times as long as an answer takes, so that many runs are no load."""
+"""Minimum pause as a multiple of the query's duration, which bounds the load of many runs."""
 
 _LAST_BYTES = 1 << 17
-"""How much of the end of a file is printed, if more is new."""
+"""Maximum number of new bytes printed per file; earlier ones are skipped."""
 
 _MOST_BYTES = 1 << 20
-"""How much a pod may print."""
+"""Maximum output of a pod."""
 
 _PROGRAM = f"""\
 cd "$TRAIN_RUN_DIR" 2>/dev/null || exit 0
@@ -52,7 +52,7 @@ done
 """
 
 _MOST_FILES = 6
-"""How many files this shows."""
+"""Maximum number of files."""
 
 _HEAD = re.compile(
     rb"(metrics\.jsonl|outcome\.json|logs/attempt-\d{1,9}/watchdog/(?:stalls|stragglers|ranks|steps)\.jsonl)"
@@ -61,17 +61,17 @@ _HEAD = re.compile(
 
 
 class Glimpse:
-    """A folder with the ends of a run's records, each at its place in the file."""
+    """A folder with the ends of a run's record files, each at its original offset."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._next = 0.0
 
     def folder(self, cluster: Cluster, selector: str, container: str) -> Path | None:
-        """Return the folder, after a question if there was none lately; None if nothing is known.
+        """Return the folder, after a query if the last one is old; None if nothing is known.
 
         Args:
-            cluster: Where the run is.
+            cluster: The cluster of the run.
             selector: Selects its pods.
             container: Their container.
         """
@@ -82,7 +82,7 @@ class Glimpse:
             except Denied:
                 pause_s = float("inf")
             except LauncherError:
-                pass  # the next answer may come
+                pass  # the next query may succeed
             took_s = time.monotonic() - began
             self._next = began + max(pause_s, _TIMES_LONGER * took_s)
         return self._folder
@@ -104,7 +104,7 @@ class Glimpse:
         return path.stat().st_size
 
     def _keep(self, printed: bytes) -> None:
-        """Write what a pod has printed into the files, as far as it is whole."""
+        """Write the complete parts of a pod's output into the files."""
         for _ in range(_MOST_FILES):
             line, _, printed = printed.partition(b"\n")
             if not (head := _HEAD.fullmatch(line)):
@@ -123,7 +123,7 @@ class Glimpse:
         path.parent.mkdir(parents=True, exist_ok=True)
         if self._size(name) != begin:
             untrusted.write_bytes(path, b"")
-            os.truncate(path, begin)  # what lies before is not known: a hole
+            os.truncate(path, begin)  # the part before is unknown: a hole
         untrusted.write_bytes(path, content, append=True)
 
 
@@ -141,7 +141,7 @@ class _Bounded:
 
 @functools.lru_cache(maxsize=512)
 def glimpse_of(key: Hashable) -> Glimpse:
-    """Return the glimpse of a run, for as long as the process lives; the handle may be opened anew.
+    """Return the glimpse of a run, one per process, even if the run is opened several times.
 
     Args:
         key: The cluster and the run.

@@ -1,8 +1,8 @@
-"""Submits runs to a Kubernetes cluster, and opens earlier ones.
+"""Submits runs to a Kubernetes cluster, and opens earlier runs.
 
-A submission is written down first (toolkit/runs/records/submission_journal.py). If the client is
-killed or gets no answer, the run is opened later by this record: its existing objects are listed,
-and half-created ones are completed.
+The launcher journals a submission first (toolkit/runs/records/submission_journal.py). If the client
+is killed or gets no answer, this record opens the run later: its existing objects are listed, and
+half-created runs are completed.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from toolkit.runs.run import Launcher, Run, new_run_name
 from toolkit.text import untrusted
 
 _FILE_BYTES = 1 << 34
-"""The arguments of a call; they are as large as the user's pickles."""
+"""Maximum size of a submitted file; the pickled arguments of a call may be large."""
 
 _FORGOTTEN_S = 86_400.0
-"""How long a run is listed that was never created, in seconds."""
+"""How long to list a run that was never created, in seconds."""
 
 
 class KubernetesLauncher(Launcher[KubernetesPlan]):
@@ -54,9 +54,9 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
 
         Args:
             profile: The site.
-            api_client: A `kubernetes.client.ApiClient`; by kubeconfig or in the cluster without.
-            sleep: Waits between two attempts.
-            environ: Where KUBECONFIG and the user's list of runs are looked for.
+            api_client: A `kubernetes.client.ApiClient`; default: by kubeconfig, or in-cluster.
+            sleep: Waits between retries.
+            environ: The environment that locates KUBECONFIG and the user's list of runs.
         """
         self._profile = profile
         self._environ = environ
@@ -70,16 +70,16 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     ) -> KubernetesRun:
         """Create the objects of `render(plan.named(NAME))` and return the run.
 
-        If an earlier submission of the same plan was interrupted after the cluster had its objects,
+        If an earlier submission of the same plan was interrupted after its objects were created,
         that run is returned instead.
 
         Args:
             plan: What to start.
-            files: What pods shall find in `plan.payload_dir`, by path in the run directory, in a
-                ConfigMap; what that cannot hold they find in the run directory itself.
+            files: Files for the pods, by path in the run directory. A ConfigMap mounts them at
+                `plan.payload_dir`; files too large for it go to the run directory itself.
 
         Raises:
-            LauncherError: the cluster refused; nothing is left there.
+            LauncherError: the cluster refused; no object remains.
             SchedulerMissing: no cluster, or none that answers.
         """
         registry.check(environ=self._environ)
@@ -88,7 +88,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         kind = KINDS[plan.workload]
         facts: dict[str, Any] = {
             "context": self._cluster.connection.context,
-            "workload": plan.workload,  # the job may have its own wish
+            "workload": plan.workload,  # the job may choose its own
             "master": self._profile.master and plan.workload == "PyTorchJob",
         }
         profile = self._profile.model_copy(update=facts)
@@ -126,12 +126,12 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return _opened(record, self._cluster, kind, self._environ)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Let a run, or the points of a sweep that did not succeed, go on from its checkpoints.
+        """Continue an ended run, or the failed points of a sweep, from the newest checkpoints.
 
-        The object is deleted and made again under its name, so that it finds its run directory.
+        The object is deleted and recreated under its name, so that it finds its run directory.
 
         Raises:
-            LauncherError: it has succeeded or not ended, or the cluster refused.
+            LauncherError: the run has succeeded or not ended, or the cluster refused.
         """
         assert isinstance(run, KubernetesRun)
         if chain > 1:
@@ -164,7 +164,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return run
 
     def _finish(self, run: KubernetesRun) -> Run:
-        """Finish an interrupted submission: create the objects that the cluster does not have."""
+        """Finish an interrupted submission: create the missing objects."""
         record = (run.sweep if isinstance(run, KubernetesPoint) else run).record
         with submission_journal.claim(self._intents, record.name) as intent:
             _, missing = _interrupted(run, intent)
@@ -188,7 +188,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
     def _recovered(
         self, record: registry.RunRecord, kind: WorkloadKind, intent: submission_journal.Intent
     ) -> KubernetesRun:
-        """Return a run whose submission was cut short, with what the cluster has of it."""
+        """Return a run with an interrupted submission, and its existing objects."""
         run = _opened(record, self._cluster, kind, self._environ, begun=intent.begun)
         age_s = time.time() - intent.begun
         try:
@@ -208,7 +208,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return run
 
     def _cut_short(self, plan: KubernetesPlan, profile: KubernetesProfile) -> KubernetesRun | None:
-        """Return a run of this plan that an interrupted submission of this user has started.
+        """Return a run of this plan from an interrupted submission of this user.
 
         None if no such run exists, the cluster has none of its objects, or the run has ended.
         """
@@ -235,7 +235,7 @@ class KubernetesLauncher(Launcher[KubernetesPlan]):
         return None
 
     def _add(self, record: registry.RunRecord) -> None:
-        """Record a run, unless that was done before."""
+        """Record a run, unless it is already recorded."""
         if not self._is_known(record):
             registry.add(record, environ=self._environ)
 
@@ -283,7 +283,7 @@ def _interrupted(
     if len(runs) > 1:
         try:
             items, _ = cluster.objects(kind, selector_of(SWEEP_LABEL, [run.local.name]))
-        except Denied:  # the right to submit need not include the right to list
+        except Denied:  # permission to submit does not imply permission to list
             pass
         else:
             names = {item["metadata"]["name"] for item in items}
@@ -297,7 +297,7 @@ def _tidy(
 ) -> None:
     """Complete each half-created run, and delete companions of runs that were never created.
 
-    Runs are made some at a time, in order: only the last of them can be half done.
+    Runs are created in batches, in order: only the last batch can be half-created.
     """
     absent = {objects.name for objects in missing}
     last = max((n for n, objects in enumerate(runs) if objects.name not in absent), default=0)
@@ -311,18 +311,18 @@ def _tidy(
             withdraw(run.cluster, objects)
 
 
-# ---- Runs of others, dry runs, and changes of a namespace
+# ---- Runs of other clients, dry runs, and watching a namespace
 
 
 def run_in_cluster(
     uri: str, *, api_client: Any = None, environ: Mapping[str, str] = os.environ
 ) -> KubernetesRun:
-    """Return the handle of a run in the current context's cluster that any client has submitted.
+    """Return the handle of a run in the current context's cluster, submitted by any client.
 
     The URI is `k8s://NAMESPACE/NAME`.
 
     Raises:
-        RunNotFound: the cluster has no such object, or one that nothing of ours has rendered.
+        RunNotFound: the cluster has no such object, or the toolkit did not render it.
         LauncherError: the cluster cannot be queried.
     """
     match = registry.OBJECT_URI.fullmatch(uri)
@@ -366,10 +366,10 @@ def run_in_cluster(
 def dry_run(
     documents: Sequence[Object], profile: KubernetesProfile, *, api_client: Any = None
 ) -> list[tuple[Object, str]]:
-    """Validate the objects of a manifest by a dry run of the API server; nothing is created.
+    """Validate the objects of a manifest by a server-side dry run; nothing is created.
 
-    An object that names another namespace than the profile is validated there. Returns each object
-    and what the server has against it; empty where it would take it.
+    An object with a namespace other than the profile's is validated there. Returns each object with
+    the server's error message; empty if the server accepts the object.
 
     Raises:
         SchedulerMissing: no cluster, or none that answers.
@@ -379,7 +379,7 @@ def dry_run(
     for document in documents:
         refusal = ""
         try:
-            if workloads.holds_supervisor(document):  # for which one needs the right to create it
+            if workloads.holds_supervisor(document):  # requires permission to create it
                 with contextlib.suppress(Conflict):
                     cluster.create(workloads.resource_of(document), document, dry_run=True)
             else:
@@ -401,9 +401,10 @@ def watch_states(
     api_client: Any = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Change]:
-    """Yield the state of each run of a namespace and kind, and every change of it, for ever.
+    """Yield the state of each run of a namespace and kind, then every change, without end.
 
-    One list and one connection, however many runs; closing the iterator ends it.
+    It needs one list request and one connection for any number of runs; close the iterator to end
+    it.
 
     Raises:
         LauncherError: the server refuses.

@@ -1,8 +1,8 @@
-"""Local files of runs on Kubernetes, whose run directories cannot be seen from here.
+"""Local files of runs on Kubernetes: the client cannot see their run directories.
 
-They are the job file, the manifest that the run was submitted by, and the files for its pods; the
-points of a sweep, so that a long list of runs reads no job files; and how each object has ended,
-and what had interrupted it, since the cluster deletes it after `ttl`.
+They hold the job file, the submitted manifest, and the files for the pods. The points of a sweep
+have a file, so that a long list of runs reads no job files. The final status and the restarts of
+each object are kept because the cluster deletes it after `ttl`.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from toolkit.text.yaml_reader import write_document
 Settings = Mapping[str, str | bool]
 
 _MANIFEST_BYTES = 256 << 20
-"""Packed manifests of a hundred thousand points; each is some 15 KB long before."""
+"""Compressed manifests of a hundred thousand points, each about 15 KB uncompressed."""
 
 _POINTS_BYTES = 64 << 20
 """Names and settings of a hundred thousand points."""
 
 
 class LocalState:
-    """The local files of one run, or of a sweep with all its points; there may be none."""
+    """The local files of a run, or of a sweep with all its points; they may be missing."""
 
     def __init__(self, name: str, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -42,10 +42,10 @@ class LocalState:
         self._points = self.folder / "points.json"
 
     def write(self, job: JobSpec, manifest: str, files: Mapping[str, bytes]) -> None:
-        """Write the job, its manifest, and the files that go with it, before it is submitted.
+        """Write the job, its manifest, and its files before the submission.
 
         Raises:
-            LauncherError: nothing can be written.
+            LauncherError: the files cannot be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ class LocalState:
         return load(self._job)
 
     def manifest(self) -> str:
-        """Return the manifest that the run was submitted by.
+        """Return the submitted manifest of the run.
 
         Raises:
-            LauncherError: it was submitted elsewhere, or cannot be read.
+            LauncherError: it was submitted elsewhere, or the manifest cannot be read.
         """
         try:
             packed = untrusted.read_bytes(self._manifest, limit=_MANIFEST_BYTES)
@@ -97,14 +97,14 @@ class LocalState:
             raise LauncherError(f"the manifest of {self.name} cannot be read: {error}") from error
 
     def points(self) -> list[tuple[str, Settings]]:
-        """Return name and settings of each point of a sweep; none where the run is none."""
+        """Return name and settings of each point of a sweep; empty for any other run."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             points = untrusted.read_json(self._points, limit=_POINTS_BYTES)
             return [(str(point), dict(settings)) for point, settings in points]
         return []
 
     def end(self, object_name: str) -> RunStatus | None:
-        """Return the final status of an object, as it was last seen; None if it had not ended."""
+        """Return the recorded final status of an object; None if there is none."""
         try:
             end = untrusted.read_json(self._end(object_name))
             return RunStatus(state=RunState(end["state"]), reason=str(end["reason"]))
@@ -112,20 +112,20 @@ class LocalState:
             return None
 
     def write_end(self, object_name: str, status: RunStatus) -> None:
-        """Write down how an object has ended, where the run has a folder."""
+        """Record the final status of an object, if the run has a folder."""
         text = json.dumps({"state": status.state, "reason": status.reason})
         self._write(self._end(object_name), text)
         with contextlib.suppress(OSError):
             self._start(object_name).unlink(missing_ok=True)
 
     def delete_end(self, object_name: str) -> None:
-        """Take back that an object has ended, since it goes on or is made again."""
+        """Delete the recorded final status of an object that continues or is recreated."""
         with contextlib.suppress(OSError):
             self._end(object_name).unlink(missing_ok=True)
             self._restarts(object_name).unlink(missing_ok=True)
 
     def restarts(self, object_name: str) -> list[Restart] | None:
-        """Return what had interrupted an object when it had succeeded; None if it has not."""
+        """Return the recorded restarts of an object that has succeeded; None if there are none."""
         try:
             found = untrusted.read_json(self._restarts(object_name))
             return [
@@ -142,18 +142,18 @@ class LocalState:
             return None
 
     def write_restarts(self, object_name: str, restarts: Iterable[Restart]) -> None:
-        """Write down what has interrupted an object, where the run has a folder."""
+        """Record the restarts of an object, if the run has a folder."""
         self._write(self._restarts(object_name), json.dumps(list(map(asdict, restarts))))
 
     def start(self, object_name: str) -> str:
-        """Return the uid of an object that was seen to run; empty if none was."""
+        """Return the uid of an object that was seen running; empty if none was."""
         try:
             return untrusted.read_text(self._start(object_name))
         except OSError:
             return ""
 
     def write_start(self, object_name: str, uid: str) -> None:
-        """Write down that an object runs, where the run has a folder."""
+        """Record that an object runs, if the run has a folder."""
         self._write(self._start(object_name), uid)
 
     def _write(self, path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
-"""The lines of all pods of a run, merged, while pods come, start again and are made anew.
+"""The merged log lines of all pods of a run, while pods start, restart and are replaced.
 
-Each pod's log is read through restarts of its container and broken connections.
+Reading a pod's log survives container restarts and broken connections.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ _POLL_S = 1.0
 """Poll interval of the list of pods, in seconds."""
 
 _MOST_WAITING = 10_000
-"""How many lines of all pods wait to be shown; the others stay on the server meanwhile."""
+"""Maximum number of buffered lines of all pods; the others stay on the server meanwhile."""
 
 _LAST_ROUNDS = 4
-"""How often at most the rest of the logs of pods that have ended is looked for."""
+"""Maximum number of polls for the remaining logs of ended pods."""
 
 STAMPED = re.compile(
     rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?[-+:Z0-9]* ?(.*)", re.DOTALL
 )
-"""A line with its time, which the API server gives in UTC (Go's RFC3339Nano)."""
+"""A line with its timestamp, in UTC (Go's RFC3339Nano)."""
 
 _Lines: TypeAlias = "queue.Queue[str | LauncherError]"
 
@@ -45,22 +45,22 @@ class _ContainerStart:
 
 @dataclass(kw_only=True)
 class _PodLog:
-    """The part of a pod's log that was read; its container may start several times."""
+    """Read position in a pod's log, over all starts of its container."""
 
     pod: str
     container: str
     filter: LogFilter
     stamp: bytes = b""
-    """When the newest line that was read was printed; a pod's node has one clock."""
+    """Timestamp of the newest line read; a pod's node has one clock."""
 
     same_stamp: int = 0
-    """How many lines with that time were read."""
+    """Number of lines read with that timestamp."""
 
     ended: frozenset[str] = frozenset()
-    """The starts that are known to have ended."""
+    """The container starts that are known to have ended."""
 
     complete: set[str] = field(default_factory=set)
-    """Those of them that were read to their end."""
+    """The container starts with a completely read log."""
 
     thread: threading.Thread | None = None
     response: Any = None
@@ -68,16 +68,16 @@ class _PodLog:
 
     @property
     def active(self) -> bool:
-        """Whether it is being read in the background."""
+        """Whether a background thread reads the log."""
         return self.thread is not None and self.thread.is_alive()
 
     @property
     def behind(self) -> bool:
-        """Whether a start that has ended was not read to its end yet."""
+        """Whether the log of an ended start is not completely read."""
         return not self.ended <= self.complete
 
     def follow(self, cluster: Cluster, starts: list[_ContainerStart], lines: _Lines) -> None:
-        """Read in the background the first start that has not been read to its end."""
+        """Read the log of the first incomplete start in the background."""
         self.ended = frozenset(start.container_id for start in starts if not start.running)
         unread = [start for start in starts if start.container_id not in self.complete]
         if self.active or not unread:
@@ -88,7 +88,7 @@ class _PodLog:
             try:
                 for line in self.filter.shown(self.read(cluster, start, follow=True)):
                     self.hand(lines, line)
-                # Of one that was running, a connection that closed early looks the same: ask again.
+                # For a running container, an early close looks the same: ask again.
                 if not start.running:
                     self.complete.add(start.container_id)
                     for line in self.filter.shown((), ended=True):
@@ -107,14 +107,14 @@ class _PodLog:
         self.thread.start()
 
     def hand(self, lines: _Lines, line: str | LauncherError) -> None:
-        """Hand a line over when there is room for it, unless nobody takes it any more."""
+        """Hand over a line once the buffer has room, unless the reader has stopped."""
         while not self.stopping.is_set():
             with contextlib.suppress(queue.Full):
                 lines.put(line, timeout=_POLL_S / 2)
                 return
 
     def read(self, cluster: Cluster, start: _ContainerStart, *, follow: bool) -> Iterator[str]:
-        """Yield the lines that were not read before."""
+        """Yield the lines not read before."""
         last_stamp, known_lines, seen = self.stamp, self.same_stamp, 0
         log = cluster.log(self.pod, self.container, previous=start.previous, follow=follow)
         with log as self.response:
@@ -145,10 +145,10 @@ class Round:
     """The pods at one moment."""
 
     pods: Sequence[Object]
-    """The pods, in the order in which their lines are shown."""
+    """The pods, in the display order of their lines."""
 
     ended: bool = True
-    """Whether nothing more will be printed."""
+    """Whether the pods will print nothing more."""
 
 
 def read_lines(
@@ -158,9 +158,9 @@ def read_lines(
     look: Callable[[], Round],
     prefix: Callable[[Object], str],
 ) -> Iterator[str]:
-    """Yield the lines that pods have printed, as far as the view wants them.
+    """Yield the log lines of the pods that the view selects.
 
-    `look` returns the current pods, and `prefix` what stands before each line of a pod.
+    `look` returns the current pods, and `prefix` the prefix of a pod's lines.
     """
     lines: _Lines = queue.Queue(_MOST_WAITING)
     logs: dict[str, _PodLog] = {}
@@ -173,7 +173,7 @@ def read_lines(
                 pods = seen.pods
                 last_round = last_round or seen.ended
                 if view.attempt is not None:
-                    attempts = [attempt_of(pod) for pod in pods]  # None where nothing counts them
+                    attempts = [attempt_of(pod) for pod in pods]  # None: not counted
                     last_round = last_round or any((n or 0) > view.attempt for n in attempts)
                     pods = [p for p in pods if attempt_of(p) in (view.attempt, None)]
                 for pod in pods:
@@ -199,7 +199,7 @@ def read_lines(
                 or not lines.empty()
                 or not last_round
             ):
-                if reading < most:  # a container has ended; what follows it may be there soon
+                if reading < most:  # a container has ended; its successor may start soon
                     look_again = min(look_again, time.monotonic() + _POLL_S / 5)
                 most = reading
                 with contextlib.suppress(queue.Empty):
@@ -210,7 +210,7 @@ def read_lines(
                         yield line
                 if not last_round and time.monotonic() > look_again:
                     break
-            # One that was being read when all had ended may have started again before that.
+            # A container that was being read may have restarted before all had ended.
             if last_round:
                 rounds += 1
                 if rounds == _LAST_ROUNDS or not any(log.behind for log in logs.values()):
@@ -221,7 +221,7 @@ def read_lines(
 
 
 def _starts_of(pod: Object, container: str) -> Iterator[_ContainerStart]:
-    """Yield the starts of a pod's container whose logs the kubelet has, oldest first."""
+    """Yield the starts of a pod's container that still have logs, oldest first."""
     for status in container_statuses(pod, container):
         for where in ("lastState", "state"):
             state = status.get(where) or {}

@@ -1,8 +1,8 @@
-"""What pods say: why they do not run, how they ended, and which controller deleted them. Pure.
+"""Pods: why they do not run, how they ended, and which controller deleted them. Pure.
 
-Kubernetes keeps the end of the log of a container that fails, 2,048 bytes of it
-(`terminationMessagePolicy: FallbackToLogsOnError`), when all else of the pod is gone. This end
-names the rank that failed, the cause, and the supervisor's verdict.
+Kubernetes keeps the last 2,048 bytes of a failed container's log
+(`terminationMessagePolicy: FallbackToLogsOnError`) when the rest of the pod is gone. They name the
+failed rank, the cause, and the supervisor's verdict.
 """
 
 import itertools
@@ -20,46 +20,46 @@ from toolkit.supervisor.evidence.traceback import last_trace
 from toolkit.text.quantities import whole_number
 
 FATAL = 42
-"""How the supervisor ends where another start would end alike."""
+"""Exit code of the supervisor if another start would fail in the same way."""
 
 _ON_THE_WAY = ("ContainerCreating", "PodInitializing")
-"""Reasons for waiting that are no trouble."""
+"""Harmless reasons for waiting."""
 
 _NO_START = ("StartError", "ContainerCannotRun")
-"""Reasons of a container whose first program the image does not have."""
+"""Reasons for a command that the image does not contain."""
 
 _TAKEN = ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated")
-"""Reasons in a pod's status when the kubelet or its node has ended it."""
+"""Reasons in the status of a pod that the kubelet or the node terminated."""
 
 _LACKING = re.compile(r"\d Insufficient ([\w./-]*\w)")
-"""The scheduler's message about nodes that have too little of a resource."""
+"""The scheduler's message about nodes with too little of a resource."""
 
 ATTEMPT_LABEL = "jobset.sigs.k8s.io/restart-attempt"
-"""The label of pods in which JobSet counts the starts of all of them."""
+"""The pod label with the number of JobSet restarts."""
 
 _INDEX_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
 _ROLE_LABEL = "training.kubeflow.org/replica-type"
 
 OF_RANK = re.compile(r"\[rank (\d{1,9})\] (.*)", re.DOTALL)
-"""A line of a rank, as torchrun passes it on."""
+"""A line of a rank, as torchrun forwards it."""
 
 _OF_ENTRYPOINT = re.compile(r"torchrun ended with \d+; (?:(\w+): )?.*: \d+")
-"""The last line of toolkit/supervisor/pod.py: torchrun's exit status, the word and the
-sentence of the retry policy, and the exit status of the container."""
+"""The last line of toolkit/supervisor/pod.py: torchrun's exit code, the outcome and the sentence
+of the retry policy, and the exit code of the container."""
 
 _OF_TORCHRUN = re.compile(
     r"\s|[=-]{4}|[WIE]\d{4} |\[[WIE]\d|Root Cause|Failures:|Traceback |raise |torch\S+Error|$"
 )
-"""Lines that say nothing of the cause: torchrun's report and its own traceback."""
+"""Lines without the cause: torchrun's report and its own traceback."""
 
 
 def label_of(obj: Object, label: str) -> str:
-    """Return a label's value; empty where the object does not have it."""
+    """Return the value of a label; empty if the object lacks it."""
     return str((obj["metadata"].get("labels") or {}).get(label) or "")
 
 
 def index_of(pod: Object) -> tuple[str, int, str]:
-    """Return what pods are ordered by: role, index, name; a master comes before workers."""
+    """Return the sort key of a pod: role, index, name; a master comes before workers."""
     numbers = (whole_number(label_of(pod, label)) for label in _INDEX_LABELS)
     index = next((number for number in numbers if number is not None), 0)
     return label_of(pod, _ROLE_LABEL), index, pod["metadata"]["name"]
@@ -72,7 +72,7 @@ def short_name(pod: Object) -> str:
 
 
 def attempt_of(pod: Object) -> int | None:
-    """Return which start of all pods a pod belongs to, from 0; None where nothing counts them."""
+    """Return the attempt of a pod, from 0; None if nothing counts attempts."""
     return whole_number(label_of(pod, ATTEMPT_LABEL))
 
 
@@ -82,7 +82,7 @@ def conditions_of(thing: Object) -> Sequence[Object]:
 
 
 def true_conditions(thing: Object) -> dict[str, Object]:
-    """Return the conditions of an object that hold, by their types."""
+    """Return the true conditions of an object, by type."""
     return {c["type"]: c for c in conditions_of(thing) if c.get("status") == "True"}
 
 
@@ -100,7 +100,7 @@ def sentence(name: str, text: Object, *more: str) -> str:
 
 
 def is_running(pod: Object) -> bool:
-    """Whether a container of a pod runs, or has run."""
+    """Whether a container of a pod is running, or has run."""
     places = itertools.product(("running", "terminated"), ("state", "lastState"))
     return any(list(_states(pod, which, where=where)) for which, where in places)
 
@@ -112,12 +112,12 @@ def is_up(pod: Object) -> bool:
 
 
 def is_starting(pod: Object) -> bool:
-    """Whether a pod is being started, so that only events can hold the reason of a delay."""
+    """Whether a pod is starting, so that only events can explain a delay."""
     return any(waiting.get("reason") in _ON_THE_WAY for waiting in _states(pod, "waiting"))
 
 
 def trouble(pod: Object) -> str:
-    """Return what keeps a pod from running, or made it start again; empty where nothing does."""
+    """Return why a pod does not run, or why it restarted; empty if neither applies."""
     name = short_name(pod)
     for condition in conditions_of(pod):
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
@@ -140,7 +140,7 @@ def trouble(pod: Object) -> str:
 
 
 def disruption(pod: Object) -> str:
-    """Return why the cluster took a pod away (Kubernetes, pod condition DisruptionTarget)."""
+    """Return why the cluster removed a pod (Kubernetes, pod condition DisruptionTarget)."""
     name, status = short_name(pod), pod.get("status") or {}
     if (condition := true_conditions(pod).get("DisruptionTarget")) is not None:
         # The status of an evicted pod is more precise than its condition.
@@ -149,7 +149,7 @@ def disruption(pod: Object) -> str:
 
 
 def container_statuses(pod: Object, name: str | None = None) -> Iterator[Object]:
-    """Yield the statuses of a pod's containers, or only of the one with this name."""
+    """Yield the statuses of a pod's containers, or of the container with this name."""
     for status in (pod.get("status") or {}).get("containerStatuses") or ():
         if name is None or status.get("name", name) == name:
             yield status
@@ -162,7 +162,7 @@ def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object
 
 
 def failed_for_good(pod: Object) -> bool:
-    """Whether a pod has ended so that another start of it would end alike."""
+    """Whether a pod has ended in a way that another start would repeat."""
     is_over = (pod.get("status") or {}).get("phase") == "Failed"
     return is_over and any(
         end.get("reason") in _NO_START
@@ -172,9 +172,9 @@ def failed_for_good(pod: Object) -> bool:
 
 
 def _without_replacements(pods: Iterable[Object]) -> list[Object]:
-    """Return pods by age, without those made after the end of their run, which only say it again.
+    """Return pods by age, without the replacements created after the run had failed.
 
-    The oldest of such pods is kept if the one that ended the run is gone.
+    The oldest replacement is kept if the pod that ended the run is gone.
     """
     by_age = sorted(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""))
     final = next(filter(failed_for_good, by_age), None)
@@ -190,9 +190,9 @@ def _without_replacements(pods: Iterable[Object]) -> list[Object]:
 
 
 def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
-    """Return the newest of each pod, without those that had ended before the newest one was made.
+    """Return the newest pod of each name, without pods that ended before the newest was created.
 
-    The pods of a Job that failed earlier stay, and those of its last start may be deleted.
+    A Job keeps pods that failed earlier, and the pods of its last start may be deleted.
     """
     by_age = _without_replacements(pods)
     newest = list({short_name(pod): pod for pod in by_age}.values())
@@ -207,9 +207,9 @@ def pods_of_last_start(pods: Iterable[Object]) -> list[Object]:
 
 
 def scheduled_of(pods: Iterable[Object]) -> list[Scheduled]:
-    """Return when the pods of each start were made, and when the last of them was given a node.
+    """Return, for each start, when its pods were created and when the last one was scheduled.
 
-    Starts of which a pod has no node yet are left out.
+    Starts with an unscheduled pod are left out.
     """
     starts: defaultdict[int | None, list[Object]] = defaultdict(list)
     for pod in pods:
@@ -229,22 +229,22 @@ def scheduled_of(pods: Iterable[Object]) -> list[Scheduled]:
 
 @dataclass(frozen=True, kw_only=True)
 class LastWords:
-    """The last message of a container."""
+    """The parsed termination message of a container."""
 
     rank: int | None = None
     """The rank that failed first, if the message names it."""
 
     time: float | None = None
-    """When it did, in seconds, by the pod's clock; to be compared with other pods' only."""
+    """Time of the failure in seconds, by the pod's clock; compare it only with other pods'."""
 
     cause: str = ""
-    """The line with the cause: an exception, or the last one."""
+    """The line with the cause: an exception, or the last line."""
 
     word: str = ""
-    """The retry policy's word for the end, such as `preempted`."""
+    """The outcome by the retry policy, such as `preempted`."""
 
     verdict: str = ""
-    """The supervisor's line: torchrun's exit status, why it ended, and whether to start again."""
+    """The supervisor's line: torchrun's exit code, the reason, and whether to retry."""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}"
@@ -266,7 +266,7 @@ def last_words(message: str) -> LastWords:
             verdict = match
         else:
             others.append(line)
-    # Those that torchrun has ended are no cause.
+    # Ranks that torchrun stopped are not the cause.
     reports = read_reports(others)
     report = min(reports, key=lambda r: (-r.exitcode in STOPS, r.time), default=None)
     # Without a report, the ranks with a traceback come first.
@@ -292,12 +292,12 @@ def _cause(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """How a container ended, if badly."""
+    """How a container failed."""
 
     pod: str
     exit_code: int
     reason: str
-    """The kubelet's reason; torchrun's exit status does not show OOMKilled."""
+    """The kubelet's reason; torchrun's exit code does not show OOMKilled."""
 
     finished: str
     """The time, in the kubelet's format: whole seconds."""
@@ -313,7 +313,7 @@ class Death:
 
 
 def first_death(pods: Iterable[Object]) -> Death | None:
-    """Return the pod that failed first in the last start, if it can be found out."""
+    """Return the first failed pod of the last start; None if it is unknown."""
     deaths: list[Death] = []
     for pod in pods_of_last_start(pods):
         ends = [*_states(pod, "terminated"), *_states(pod, "terminated", where="lastState")]

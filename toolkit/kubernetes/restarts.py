@@ -1,7 +1,7 @@
-"""What has interrupted a run, as far as its pods show it. Pure.
+"""The restarts of a run, as far as its pods show them. Pure.
 
-Kubernetes keeps the last end of each container, and the pods of a Job that have failed. What
-torchrun has started again within its pod is not among it.
+Kubernetes keeps the last termination of each container, and the failed pods of a Job. It does not
+show torchrun's restarts within a pod.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from toolkit.runs.evidence.restarts import Restart
 
 
 class _Gap(NamedTuple):
-    """The time without a pod, and why."""
+    """The time without a pod, and the reason."""
 
     ended: float
     began: float
@@ -32,13 +32,13 @@ class _Gap(NamedTuple):
 
 
 def restarts_of(pods: Iterable[Object]) -> list[Restart]:
-    """Return the restarts of a run, the oldest first; those without a trace only count."""
+    """Return the restarts of a run, oldest first; for restarts without a trace, only the count."""
     by_name: defaultdict[str, list[Object]] = defaultdict(list)
     for pod in sorted(pods, key=_made):
         by_name[short_name(pod)].append(pod)
     gaps: list[_Gap] = []
     for gap in sorted(gap for own in by_name.values() for gap in _gaps(own)):
-        # What ends before all pods are back is the same interruption.
+        # A pod that ends before all pods are back belongs to the same interruption.
         if gaps and gap.ended <= gaps[-1].began:
             gaps[-1] = gaps[-1]._replace(began=max(gap.began, gaps[-1].began))
         else:
@@ -55,7 +55,7 @@ def restarts_of(pods: Iterable[Object]) -> list[Restart]:
 
 
 def _gaps(pods: Sequence[Object]) -> Iterator[_Gap]:
-    """Yield the times without one of the pods; they are those that followed each other."""
+    """Yield the times without a pod; `pods` are the successive pods of one name."""
     for pod in pods:
         for one in container_statuses(pod):
             now, end = one.get("state") or {}, (one.get("lastState") or {}).get("terminated")
@@ -83,7 +83,7 @@ def _gap(pod: Object, end: Object, began: float, *, taken: str = "") -> _Gap:
 
 
 def _count(pods: Sequence[Object]) -> int:
-    """Return how often one of the pods was started again, by all that counts it."""
+    """Return how often one of the pods was restarted, the maximum over all counters."""
     counts = (int(one.get("restartCount") or 0) for pod in pods for one in container_statuses(pod))
     return max([len(pods) - 1 + sum(counts), *(attempt_of(pod) or 0 for pod in pods)])
 

@@ -1,4 +1,4 @@
-"""A run on Kubernetes, or a sweep of them, from its state to its logs and its end."""
+"""A run or a sweep on Kubernetes: its status, its logs, and cancelling it."""
 
 import contextlib
 import tempfile
@@ -46,8 +46,8 @@ from toolkit.runs.run import Run, unfinished_of
 from toolkit.runs.state import RunState, RunStatus
 
 SETTLED_S = 120.0
-"""After this time no interrupted submission is under way any more: an API server gives up a request
-after 60 s."""
+"""After this time no request of an interrupted submission is still in flight: an API server drops a
+request after 60 s."""
 
 _CANCEL_ATTEMPTS = 5
 
@@ -56,11 +56,11 @@ _READ_ATTEMPTS = 4
 _SHORTEST_PAUSE_S = 0.2
 
 _FAILED_PODS_S = 3.0
-"""How often a caller who waits looks for pods that have failed for good."""
+"""Poll interval for permanently failed pods while a caller waits, in seconds."""
 
 
 class KubernetesRun(Run):
-    """An object of a cluster that makes the pods of a run."""
+    """A run, represented by the object that creates its pods."""
 
     def __init__(
         self,
@@ -78,37 +78,37 @@ class KubernetesRun(Run):
         self.environ = environ
         self.object_name = object_name or record.address[2]
         self.local = LocalState(record.name.partition("/")[0], environ)
-        """The local files of the run, or of the sweep that it is a point of."""
+        """The local files of the run; those of the sweep for a point."""
         self.begun = begun
-        """When its submission went on last, if it was cut short; else None."""
+        """Time of the last progress of an interrupted submission; None for a complete one."""
         self._started = ""
-        """The uid of its object, if that was seen to run."""
+        """The uid of its object, if it was seen running."""
         self._watch: ObjectWatch | None = None
         self._causes = FOR_WAIT
         self._next_look_at_pods = 0.0
 
     @property
     def selector(self) -> str:
-        """The selector of its object."""
+        """The label selector of its object."""
         return selector_of(RUN_LABEL, [self.object_name])
 
     @property
     def pod_selector(self) -> str:
-        """The selector of its pods."""
+        """The label selector of its pods."""
         return pod_selector_of(self.kind, self.selector)
 
     @property
     def batch_key(self) -> tuple[Hashable, ...]:
-        """The namespace of a cluster, and the kind: one list answers for all of it."""
+        """The namespace of a cluster, and the kind: one list request covers all of its runs."""
         return (*self.cluster.connection.identity, self.kind.kind)
 
     def status(self) -> RunStatus:
-        """Query the cluster; UNKNOWN where the API server is away or the object is gone.
+        """Query the cluster; UNKNOWN if the API server is away or the object is gone.
 
-        A final status that was seen earlier is still returned, from the local state.
+        A recorded final status is still returned, from the local state.
 
         Raises:
-            LauncherError: the server refuses to say, which asking again does not mend.
+            LauncherError: the server refuses, and a retry would not help.
         """
         return self.sum_of(self._part_statuses())
 
@@ -132,7 +132,7 @@ class KubernetesRun(Run):
         return [run.sum_of(own) for run, own in by_run]
 
     def _look(self, parts: "Sequence[KubernetesRun]", selector: str = "") -> list[RunStatus]:
-        """Return the statuses of parts by the watch, a list, or, without a selector, one get."""
+        """Return the statuses of parts by the watch, a list or, without a selector, one get."""
         objects: Mapping[str, Object] = {}
         if (watch := self._watch) is not None and watch.goes_on:
             objects, causes = watch.look(), self._causes
@@ -163,12 +163,12 @@ class KubernetesRun(Run):
         return statuses
 
     def _keep_restarts(self, parts: "Iterable[KubernetesRun]") -> None:
-        """Write down what has interrupted those that have succeeded, since pods are deleted."""
+        """Record the restarts of successful parts, since their pods will be deleted."""
         new = {part.object_name: part for part in parts if part._has_new_success()}
         if not new:
             return
         selector = pod_selector_of(self.kind, selector_of(RUN_LABEL, list(new)))
-        with contextlib.suppress(LauncherError):  # then the next caller tries
+        with contextlib.suppress(LauncherError):  # the next caller retries
             pods: defaultdict[str, list[Object]] = defaultdict(list)
             for pod in self.cluster.pods(selector):
                 pods[label_of(pod, RUN_LABEL)].append(pod)
@@ -176,13 +176,13 @@ class KubernetesRun(Run):
                 part.local.write_restarts(name, restarts_of(pods[name]))
 
     def _has_new_success(self) -> bool:
-        """Whether it has succeeded, and what had interrupted it is not written down."""
+        """Whether the run has succeeded, and its restarts are not recorded yet."""
         end = self.local.end(self.object_name)
         succeeded = end is not None and end.state is RunState.SUCCEEDED
         return succeeded and self.local.restarts(self.object_name) is None
 
     def _looks_for_failed_pods(self) -> bool:
-        """Whether it is time to do so; a caller who waits asks far more often."""
+        """Whether to look for failed pods now; a waiting caller asks far more often."""
         if self._watch is None:
             return True
         if due := time.monotonic() >= self._next_look_at_pods:
@@ -190,7 +190,7 @@ class KubernetesRun(Run):
         return due
 
     def _gone(self) -> RunStatus:
-        """Return the status of a run whose object does not exist."""
+        """Return the status of a run without an object in the cluster."""
         if registry.is_cancelled(self.uri, environ=self.environ):
             return RunStatus(state=RunState.CANCELLED, reason="by `toolkit cancel`")
         kind = self.kind.kind
@@ -214,8 +214,8 @@ class KubernetesRun(Run):
     def _seen(self, status: RunStatus, obj: Object) -> RunStatus:
         """Record a final status, since the object is deleted `ttl` after its end.
 
-        Record also that the run has run: between two of its starts no pod and no condition shows
-        it, so that the cluster's answer alone is that of a run which has never started.
+        Also record that the run has started. Between two starts, neither a pod nor a condition
+        distinguishes the run from one that has never started.
         """
         if status.state.final:
             self.local.write_end(self.object_name, status)
@@ -243,7 +243,7 @@ class KubernetesRun(Run):
         selector = watched[0].selector if alone else selector_of(RUN_LABEL, names)
         watch = ObjectWatch(self.cluster, self.kind, selector, partial(digest, self.kind))
         try:
-            with contextlib.suppress(LauncherError):  # then each question is a list of its own
+            with contextlib.suppress(LauncherError):  # then each query is a list request
                 watch.start()
                 for run in watched:
                     run._watch = watch
@@ -258,20 +258,20 @@ class KubernetesRun(Run):
     def _pause(self, pause_s: float) -> None:
         if (watch := self._watch) is None:
             return super()._pause(pause_s)
-        first_s = min(pause_s, _SHORTEST_PAUSE_S)  # what changes often is not looked at each time
+        first_s = min(pause_s, _SHORTEST_PAUSE_S)  # batches frequent changes
         super()._pause(first_s)
         watch.wait(pause_s - first_s)
 
     def failure(self, *, attempt: int | None = None) -> Failure | None:
-        """Return what failed first in an attempt, as JobSet counts them, by what its pods printed.
+        """Return the first failure in an attempt, as JobSet counts them, from the pods' output.
 
-        None if no rank failed, or the cause is unknown because the object is gone.
+        None if no rank failed, or if the cause is unknown because the object is gone.
 
         Raises:
             LauncherError: the server refused, or has not answered several requests in a row.
         """
         if self.points:
-            return None  # each has its own
+            return None  # each point has its own
 
         def question() -> Failure | None:
             obj = self.cluster.get(self.kind, self.object_name)
@@ -283,9 +283,9 @@ class KubernetesRun(Run):
         return failure and failure.redacted(mask_of(self.run_dir, self.environ))
 
     def restarts(self) -> Sequence[Restart]:
-        """Return what has interrupted the run, as far as its pods show it.
+        """Return the restarts of the run, as far as its pods show them.
 
-        What torchrun has started again within the pods is only in the run directory.
+        torchrun's restarts within the pods are only in the run directory.
         """
         if self.points:
             return ()
@@ -298,32 +298,32 @@ class KubernetesRun(Run):
         return [replace(one, why=mask.hide(one.why)) for one in found]
 
     def count_restarts(self) -> int:
-        """Return how many restarts are known of a run that has succeeded, without a request."""
+        """Return the recorded number of restarts of a successful run, without a request."""
         return len(self.local.restarts(self.object_name) or ())
 
     @contextlib.contextmanager
     def recorded(self, *names: str) -> Iterator[Path]:
-        """Give a folder with files from the claim, by a pod of the run or a helper pod."""
+        """Yield a folder with files from the claim, fetched through a running or a helper pod."""
         with tempfile.TemporaryDirectory() as folder:
             fetch(self, lambda: [(name, Path(folder, name)) for name in names])
             yield Path(folder)
 
     def live_dir(self) -> Path | None:
-        """Return a folder with the ends of the records, as a pod of the run has told them."""
+        """Return a folder with the ends of the record files, printed by a pod of the run."""
         if self.points:
             return None
         glimpse = glimpse_of((*self.batch_key, self.object_name))
         return glimpse.folder(self.cluster, self.pod_selector, self.kind.container)
 
     def scheduled(self) -> list[Scheduled]:
-        """Return the times of the starts whose pods are still there."""
+        """Return the scheduling times of the starts with existing pods."""
         try:
             return scheduled_of(self.cluster.pods(self.pod_selector))
         except LauncherError:
-            return []  # goodput tells less without them
+            return []  # goodput has less detail without them
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield the lines of all pods, with the pod's name in front if there are several."""
+        """Yield the lines of all pods, prefixed with the pod's name if there are several."""
         if view.attempt and not self.kind.jobs:
             raise LauncherError(
                 f"{self.uri}: nothing counts the attempts of a {self.kind.kind}; all are 0"
@@ -331,9 +331,9 @@ class KubernetesRun(Run):
         return self._read(view, on_status)
 
     def lost_output(self) -> str:
-        """Return the pods of an ended run that are gone, and where their output is.
+        """Return the deleted pods of an ended run, and the location of their output.
 
-        The operator of a PyTorchJob deletes pods that still run when one has ended the run.
+        When one pod has ended the run, the operator of a PyTorchJob deletes the running pods.
         """
         obj = None if self.points else self.cluster.get(self.kind, self.object_name)
         if obj is None or state_of(self.kind, obj)[0] is not RunState.FAILED:
@@ -397,7 +397,7 @@ class KubernetesRun(Run):
         """Delete the object; its pods get SIGTERM and their grace period.
 
         Raises:
-            LauncherError: the server refuses, or a submission that was cut short may still arrive.
+            LauncherError: the server refuses, or an interrupted submission may still arrive.
         """
         for _ in range(_CANCEL_ATTEMPTS):
             obj = self.cluster.get(self.kind, self.object_name)
@@ -405,22 +405,22 @@ class KubernetesRun(Run):
                 raise LauncherError(f"{self.uri} cannot be cancelled now: {gone.reason}; try again")
             if obj is None or state_of(self.kind, obj)[0].final:
                 return
-            # Before the deed: afterwards the cluster holds no trace of the run.
+            # Before the deletion: afterwards the cluster has no trace of the run.
             registry.mark_cancelled(self.uri, environ=self.environ)
             if self.cluster.delete(self.kind, obj):
                 return
         raise LauncherError(f"{self.uri} changes faster than it can be cancelled; try again")
 
     def withdraw_end(self) -> None:
-        """Take back that the run has ended or was cancelled, since it goes on."""
+        """Clear the recorded end and cancellation of a run that continues."""
         self.local.delete_end(self.object_name)
         registry.withdraw_cancelled(self.uri, environ=self.environ)
 
     def unfinished(self) -> "list[KubernetesRun]":
-        """Return the parts that have ended without success: this run, or points of a sweep.
+        """Return the parts that ended without success: this run, or points of a sweep.
 
         Raises:
-            LauncherError: it has succeeded, or not ended.
+            LauncherError: the run has succeeded, or not ended.
         """
         status = self.status()
         if status.state is RunState.SUCCEEDED:
@@ -438,11 +438,11 @@ class KubernetesRun(Run):
 
 
 class KubernetesSweep(KubernetesRun):
-    """All points of a sweep together: an object per point, all with the label of the sweep."""
+    """All points of a sweep: one object per point, with the label of the sweep."""
 
     @cached_property
     def points(self) -> "tuple[KubernetesPoint, ...]":
-        """The points, each a run of its own."""
+        """The points of the sweep; each is a run."""
         return tuple(
             KubernetesPoint(self, index, name, settings)
             for index, (name, settings) in enumerate(self.local.points())
@@ -461,7 +461,7 @@ class KubernetesSweep(KubernetesRun):
         """Delete the objects of all points that have not ended.
 
         Raises:
-            LauncherError: some could not be cancelled; all others are.
+            LauncherError: some points could not be cancelled; all others were.
         """
         errors: list[LauncherError] = []
         for point in self.points:
@@ -506,7 +506,7 @@ class KubernetesSweep(KubernetesRun):
 
 
 class KubernetesPoint(KubernetesRun):
-    """A point of a sweep: an object of its own."""
+    """A point of a sweep, with a separate object."""
 
     def __init__(self, sweep: KubernetesSweep, index: int, name: str, settings: Settings) -> None:
         whole = sweep.record

@@ -1,4 +1,4 @@
-"""The way to the watchdogs of a run's pods: a command in each pod asks the watchdog there."""
+"""Access to the watchdogs of a run's pods: a command in each pod queries the watchdog there."""
 
 import contextlib
 from collections.abc import Iterable
@@ -29,14 +29,14 @@ _WITHDRAW = 'rm -f "$TRAIN_RUN_DIR"/logs/attempt-*/watchdog/ask-"$1"'
 
 
 class PodsExchange:
-    """The folders of the watchdogs of pods, which may be one, on a shared volume."""
+    """The watchdog folders of the pods; on a shared volume it may be one folder."""
 
     def __init__(self, cluster: Cluster, selector: str, container: str) -> None:
         self._cluster, self._selector, self._container = cluster, selector, container
         self._answers: list[bytes] = []
 
     def ask(self, name: str) -> None:
-        """Ask the watchdogs of all pods, and wait for the answers."""
+        """Query the watchdogs of all pods, and wait for their answers."""
         self._answers = self._in_all_pods(_ASK, name)
         if not any(self._answers):
             raise LauncherError(f"no pod has answered: {NO_WATCHDOG}")
@@ -46,11 +46,11 @@ class PodsExchange:
         return [line for answer in self._answers for line in answer.splitlines()]
 
     def withdraw(self, name: str) -> None:
-        """Remove the question."""
+        """Remove the query."""
         self._in_all_pods(_WITHDRAW, name)
 
     def _in_all_pods(self, script: str, name: str) -> list[bytes]:
-        """Return what a script prints in each running pod; nothing of a pod that ends meanwhile."""
+        """Return a script's output in each running pod, except for pods that end meanwhile."""
 
         def printed(pod: str) -> bytes:
             parts: list[bytes] = []

@@ -1,8 +1,8 @@
-"""The status of runs and its reason, from their objects, pods, events and Kueue's Workloads.
+"""The status and reason of runs, from their objects, pods, events and Kueue's Workloads.
 
-One list returns the states of all runs of a namespace and kind. Causes are queried only for runs
-that wait or have failed: one list of pods, and one of events, Jobs or Workloads if these may hold
-the cause. `status_of` is pure.
+One list returns the states of all runs of a namespace and kind. Causes are queried only for waiting
+and failed runs: one list of pods, and one of events, Jobs or Workloads if they may contain the
+cause. `status_of` is pure.
 """
 
 import re
@@ -36,25 +36,25 @@ from toolkit.planning.pods import RUN_LABEL
 from toolkit.runs.state import RunState, RunStatus
 
 FOR_ONE = frozenset((RunState.PENDING, RunState.RUNNING, RunState.FAILED))
-"""The states whose causes are queried for `status` of a single run."""
+"""States with a query for the cause in `status` of a single run."""
 
 FOR_LIST = frozenset((RunState.PENDING, RunState.FAILED))
-"""Those of a list of runs."""
+"""States with a query for the cause in a list of runs."""
 
 FOR_WAIT = frozenset((RunState.FAILED,))
-"""The states whose causes are queried while a caller waits for many runs."""
+"""States with a query for the cause while a caller waits for many runs."""
 
 STARTS_AGAIN = "starts again"
-"""The reason of a run between two of its starts, where nothing else is known."""
+"""The reason of a run between two starts, if nothing else is known."""
 
 _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
-"""The reason of a run that has met its deadline; the Training Operator's reason does not."""
+"""How a reason or message reports an exceeded deadline; the Training Operator has no reason."""
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-"""The label of objects that wait in a LocalQueue."""
+"""The label of objects with a LocalQueue."""
 
 _UIDS = re.compile(r" ?\((?:Job)?UID: [^()]{1,200}\)")
-"""How Kueue names the workload that has taken the quota (Kueue 0.19)."""
+"""The UIDs in Kueue's messages about a preempting workload (Kueue 0.19)."""
 
 _BY_SOMEBODY = "somebody has deactivated its Workload"
 
@@ -66,27 +66,27 @@ _QUEUE_MEANINGS = (
     (r"unavailable in ClusterQueue", "never fits"),
     (r"insufficient unused quota", "waits for quota"),
 )
-"""What Kueue's words come down to (Kueue 0.19, seen on a cluster); the first that is found counts.
+"""The meaning of Kueue's messages (Kueue 0.19, seen on a cluster); the first match counts.
 
-They stand in the conditions of the Workload that Kueue keeps for an object, never on the object."""
+Kueue writes them to the conditions of its Workload for an object, never to the object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Objects beside the workload itself."""
+    """Evidence from other objects than the workload itself."""
 
     pods: Sequence[Object] = ()
     warnings: Sequence[Object] = ()
     """Warning events about the objects that `stuck_objects` names, oldest first."""
 
     jobs: Sequence[Object] = ()
-    """The Jobs between it and its pods."""
+    """The Jobs between the workload and its pods."""
 
     queued: Mapping[str, Object] | None = None
-    """Kueue's Workloads by the ids of their owners; None where they cannot be seen."""
+    """Kueue's Workloads by the uids of their owners; None if they are not readable."""
 
     lost: str = ""
-    """Which node of its running pods is lost, and since when."""
+    """The lost node of a running pod, and since when."""
 
 
 def evidence_of(
@@ -97,12 +97,12 @@ def evidence_of(
     causes: frozenset[RunState] = FOR_ONE,
     with_failed_pods: bool = True,
 ) -> dict[str, Evidence]:
-    """Return, by name, what shows why runs in the states `causes` wait, run badly or have failed.
+    """Return the evidence, by name, why runs in the states `causes` wait, struggle or have failed.
 
-    Of the other runs, `with_failed_pods` adds the pods of those that have failed for good, which
-    some kinds of workload show minutes later.
+    For the other runs, `with_failed_pods` adds pods that have failed permanently; some kinds of
+    workload show such a failure minutes later.
 
-    Without the right to list pods, events or Workloads the states are still returned.
+    Without permission to list pods, events or Workloads, the states are still returned.
 
     Raises:
         Away: the server does not answer.
@@ -156,7 +156,7 @@ def evidence_of(
 
 
 def by_owner(things: Iterable[Object]) -> dict[str, Object]:
-    """Return objects by the ids of their owners; of several with one owner, the first."""
+    """Return objects by the uids of their owners; the first for each owner."""
     owned: dict[str, Object] = {}
     for thing in things:
         for owner in thing["metadata"].get("ownerReferences") or ():
@@ -165,11 +165,11 @@ def by_owner(things: Iterable[Object]) -> dict[str, Object]:
 
 
 def _lost_node(cluster: Cluster, kind: WorkloadKind, pods: Iterable[Object]) -> str:
-    """Return which node of running pods is lost and since when; empty where all are ready.
+    """Return the lost node of a running pod and since when; empty if all are ready.
 
     Kubernetes shows the pods of a lost node as running until the node is back or removed; only
-    their condition Ready is false. Without the right to read nodes, the sentence names the pod. The
-    pods of a PyTorchJob have fixed names, so the lost one stands in the way of its replacement.
+    their condition Ready is false. Without permission to read nodes, the sentence names the pod.
+    The pods of a PyTorchJob have fixed names, so the lost pod blocks its replacement.
     """
     for pod in pods:
         states = (status.get("state") or {} for status in container_statuses(pod))
@@ -204,7 +204,7 @@ def _ready(thing: Object) -> Object:
 
 
 def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None) -> RunStatus:
-    """Return the state of an object, with the reason that lies closest to the cause."""
+    """Return the state of an object, with the most specific reason."""
     evidence = evidence or Evidence()
     state, reason = state_of(kind, obj)
     if state is RunState.SUCCEEDED:
@@ -228,7 +228,7 @@ def status_of(kind: WorkloadKind, obj: Object, evidence: Evidence | None = None)
                 return RunStatus(state=state, reason=f"waits in queue {queue!r}")
             own = evidence.queued.get(str(obj["metadata"].get("uid")))
             reason = queue_reason(queue, own)
-            # Kueue takes the quota back when the pods that it stops are gone.
+            # Kueue releases the quota once the stopped pods are gone.
             if own and {"Evicted", "QuotaReserved"} <= true_conditions(own).keys():
                 state = RunState.RUNNING
         return RunStatus(state=state, reason=reason)
@@ -258,24 +258,24 @@ def state_of(kind: WorkloadKind, obj: Object) -> tuple[RunState, str]:
         return RunState.RUNNING, "" if started else f"starts again (restart {restarts})"
     if started or (not kind.counts and status.get("failed")):
         return RunState.RUNNING, ""
-    return RunState.PENDING, ""  # no controller has seen it yet, or can make its pods
+    return RunState.PENDING, ""  # no controller has seen it yet, or its pods cannot be created
 
 
 def stuck_objects(kind: WorkloadKind, obj: Object, pods: Sequence[Object]) -> list[str]:
-    """Return the names of the objects whose events explain why nothing starts."""
+    """Return the names of the objects with events that explain a delayed start."""
     if state_of(kind, obj)[0] is not RunState.PENDING or is_suspended(obj):
         return []
     if not pods:
         name = str(obj["metadata"]["name"])
-        # The Job that cannot make its pods; the JobSet of a TrainJob is called like it.
+        # The Job that cannot create its pods; the JobSet of a TrainJob has the TrainJob's name.
         return [name, f"{name}-node-0"] if kind.jobs else [name]
     return [str(pod["metadata"]["name"]) for pod in pods if is_starting(pod)][:1]
 
 
 def queue_reason(queue: str, workload: Object | None) -> str:
-    """Return why an object waits in a LocalQueue, in words that say whether waiting helps.
+    """Return why an object waits in a LocalQueue, and whether waiting helps.
 
-    The workload is Kueue's for the object, None if it does not exist.
+    `workload` is Kueue's Workload for the object; None if it does not exist.
     """
     if workload is None:
         return f"waits in queue {queue!r}; Kueue has no Workload for it yet"
@@ -293,17 +293,17 @@ def queue_reason(queue: str, workload: Object | None) -> str:
         then = "its pods are being stopped" if is_evicted else "has its quota, waits for admission"
         return f"queue {queue!r}: {before}{then}"
     meaning = next((means for text, means in _QUEUE_MEANINGS if re.search(text, words)), "waits")
-    more = "" if is_evicted and words == why else words  # which Kueue repeats at first
+    more = "" if is_evicted and words == why else words  # Kueue repeats the message at first
     return f"queue {queue!r}: {before}{meaning}" + (f": {more}" if more else "")
 
 
 def is_suspended(obj: Object) -> bool:
-    """Whether an object makes no pods, since a queue or somebody holds it."""
+    """Whether an object creates no pods, since a queue or a user holds it."""
     return bool((obj.get("spec") or {}).get("suspend")) or "Suspended" in true_conditions(obj)
 
 
 def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
-    """Return how a run failed: by itself, or because the cluster took it or its time was over."""
+    """Return how a run failed: by itself, by preemption, or by its deadline."""
     ends = [
         sentence("", end)
         for thing in (obj, *evidence.jobs)
@@ -322,7 +322,7 @@ def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
 
 
 def _restarts(obj: Object, evidence: Evidence) -> str:
-    """Return how often a run has started again; the reader must know that it may not continue."""
+    """Return how often a run has restarted; empty for a run without restarts."""
     status = obj.get("status") or {}
     of_pods = [attempt_of(pod) or 0 for pod in evidence.pods]
     containers = (one for pod in evidence.pods for one in container_statuses(pod))
@@ -336,7 +336,7 @@ def _restarts(obj: Object, evidence: Evidence) -> str:
 
 
 def _trouble(evidence: Evidence) -> str:
-    """Return what keeps a run from running, or made it start again."""
+    """Return why a run does not run, or why it restarted."""
     if evidence.lost:
         return evidence.lost
     if words := next((text for pod in evidence.pods if (text := trouble(pod))), ""):
@@ -350,7 +350,7 @@ def _trouble(evidence: Evidence) -> str:
 
 
 def digest(kind: WorkloadKind, obj: Object) -> Object:
-    """Return the parts of an object that determine its state: a small part of it."""
+    """Return only the parts of an object that determine its state."""
     metadata, status = obj["metadata"], obj.get("status") or {}
     identity = ("name", "uid", "deletionTimestamp", "ownerReferences")
     queue = label_of(obj, _QUEUE_LABEL)
@@ -368,17 +368,17 @@ def digest(kind: WorkloadKind, obj: Object) -> Object:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A run that has another state than before."""
+    """A run with a changed state."""
 
     name: str
     state: RunState | None
-    """Its state from the object itself; None where it is gone."""
+    """The state from the object itself; None if the object is gone."""
 
     reason: str = ""
 
 
 def changes_of(cluster: Cluster, kind: WorkloadKind, selector: str) -> Iterator[Change]:
-    """Yield the state of each run that a selector picks, and each change of it, for ever.
+    """Yield the state of each run that matches a selector, then every change, without end.
 
     Raises:
         LauncherError: the server refuses.

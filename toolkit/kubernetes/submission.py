@@ -1,4 +1,4 @@
-"""Makes the objects of a run, once, even where answers get lost on the way."""
+"""Creates the objects of a run exactly once, even if answers are lost."""
 
 import contextlib
 import re
@@ -19,16 +19,16 @@ TOGETHER = 16
 killed."""
 
 _AT_ONCE = 8
-"""How many of them at a time; API servers let one user have some ten requests in flight."""
+"""Number of concurrent submissions; API servers allow a user about ten requests in flight."""
 
 _ATTEMPTS = 6
 
 _PATIENCE = 240
-"""How often to poll whether a deleted run is gone, every half second."""
+"""Number of polls, every half second, until a deleted run is gone."""
 
 _RUNTIME_ATTEMPTS = 4
 _NO_RUNTIME = re.compile(r"(?i)runtime.*(must be created|not found|unsupported|unknown)")
-"""The message of Trainer's webhook about a runtime that it has not seen yet."""
+"""The message of Trainer's webhook about an unknown runtime."""
 
 _NO_NAMESPACE = re.compile(r'namespaces "[^"]*" not found')
 _RBAC = re.compile(r" cannot (create|patch|get) resource ")
@@ -37,13 +37,13 @@ _RBAC = re.compile(r" cannot (create|patch|get) resource ")
 def submit_all(
     cluster: Cluster, runs: Sequence[RunObjects], *, goes_on: Callable[[], None] = lambda: None
 ) -> None:
-    """Make runs, several at a time in their order; if one is refused, all are taken back.
+    """Create runs in order, several at a time; if one is refused, delete all of them.
 
-    `goes_on` is called now and then.
+    `goes_on` is called periodically.
 
     Raises:
-        UnknownOutcome: it is unknown which of them have arrived.
-        LauncherError: the server refused; its words about the first are in the message.
+        UnknownOutcome: it is unknown which runs were created.
+        LauncherError: the server refused; the message has its first error.
     """
     with operation(f"submitting {len(runs)} runs", long=len(runs) > TOGETHER) as report:
         _submit_all(cluster, runs, goes_on, report)
@@ -91,7 +91,7 @@ def _submit_all(
 
 
 def _submit(cluster: Cluster, run: RunObjects) -> None:
-    """Make the objects of a run, the workload last; if it is refused, nothing is left."""
+    """Create the objects of a run, the workload last; if it is refused, nothing remains."""
     existing = cluster.connection.patiently(
         lambda: _existing(cluster, run.kind, run.name), attempts=_ATTEMPTS
     )
@@ -111,13 +111,13 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
         for body in run.payloads:
             _create_payload(cluster, run, workload, body)
     except (Away, UnknownOutcome):
-        raise  # it is unknown which objects have arrived
+        raise  # it is unknown which objects were created
     except LauncherError as error:
         for thing in made:
             with contextlib.suppress(LauncherError):
                 cluster.delete(workloads.resource_of(thing), thing, changed=True)
         if isinstance(error, Denied) and body is not run.workload:
-            # Without the right to make the workload, a way around its companions does not help.
+            # Without permission to create the workload, a fix for its companions does not help.
             try:
                 cluster.apply(run.kind, run.workload, dry_run=True)
             except Denied as denial:
@@ -130,25 +130,25 @@ def _submit(cluster: Cluster, run: RunObjects) -> None:
 
 
 def complete(cluster: Cluster, run: RunObjects, workload: Object) -> None:
-    """Make what a run is still without, whose submission was cut short."""
+    """Create the missing objects of a run after an interrupted submission."""
     _adopt(cluster, run, workload)
     for payload in run.payloads:
         _create_payload(cluster, run, workload, payload)
 
 
 def _adopt(cluster: Cluster, run: RunObjects, workload: Object) -> None:
-    """Let the companions of a run be deleted with it, as far as the server lets us."""
+    """Make a run the owner of its companions, as far as the server permits."""
     for document in run.companions:
-        # The run is under way, even if its companions are not deleted with it.
+        # The run was created, even if its companions will not be deleted with it.
         with contextlib.suppress(LauncherError):
             body = workloads.owned(document, run.kind, workload)
             _apply(cluster, workloads.resource_of(body), body)
 
 
 def _create_payload(cluster: Cluster, run: RunObjects, workload: Object, payload: Object) -> None:
-    """Make a ConfigMap of a run, or find that there is one of its name.
+    """Create a ConfigMap of a run, unless one of this name exists.
 
-    Without the right to read it, its owner cannot be checked: the pods verify its content by the
+    Without permission to read it, its owner cannot be checked; the pods verify its content by the
     checksums in the workload.
 
     Raises:
@@ -166,7 +166,7 @@ def _create_payload(cluster: Cluster, run: RunObjects, workload: Object, payload
 
 
 def withdraw(cluster: Cluster, run: RunObjects) -> None:
-    """Delete the companions of a run that never was, as far as the server lets us."""
+    """Delete the companions of a run that was never created, as far as the server permits."""
     for document in run.companions:
         with contextlib.suppress(LauncherError):
             resource = workloads.resource_of(document)
@@ -176,7 +176,7 @@ def withdraw(cluster: Cluster, run: RunObjects) -> None:
 
 
 def remove(cluster: Cluster, run: RunObjects) -> None:
-    """Delete an ended run, and wait until it is gone; raise LauncherError if it does not go."""
+    """Delete an ended run and wait until it is gone; raise LauncherError after a timeout."""
     kind, name = run.kind, run.name
     for _ in range(_PATIENCE):
         obj = cluster.get(kind, name)
@@ -189,7 +189,7 @@ def remove(cluster: Cluster, run: RunObjects) -> None:
 
 
 def _apply_workload(cluster: Cluster, run: RunObjects) -> Object:
-    """Make the object that makes the pods; wait a moment for a runtime that was made just now."""
+    """Create the workload; wait a moment for a runtime that was just created."""
     for attempt in range(_RUNTIME_ATTEMPTS):
         try:
             return _apply(cluster, run.kind, run.workload)
@@ -206,11 +206,11 @@ def _apply_workload(cluster: Cluster, run: RunObjects) -> Object:
 
 
 def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
-    """Make an object, or find that it has been made.
+    """Create an object, unless this run has already created it.
 
     Raises:
         LauncherError: the server refused, or the object belongs to another run.
-        UnknownOutcome: the server has not answered in all attempts, and the object is not there.
+        UnknownOutcome: the server has not answered in all attempts, and the object is missing.
     """
     name = body["metadata"]["name"]
 
@@ -218,7 +218,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
         try:
             return cluster.apply(resource, body)
         except Conflict:
-            # Another client changes it, or an attempt whose answer was lost has just arrived.
+            # Another client changes it, or an earlier attempt with a lost answer has just arrived.
             existing = _existing(cluster, resource, name)
             if existing is not None and workloads.is_of(body, existing):
                 return existing
@@ -235,7 +235,7 @@ def _apply(cluster: Cluster, resource: ApiResource, body: Object) -> Object:
 
 
 def _existing(cluster: Cluster, resource: ApiResource, name: str) -> Object | None:
-    """Return an object; None also without the right to read it."""
+    """Return an object; None also without permission to read it."""
     try:
         return cluster.get(resource, name)
     except (Denied, NotServed):
@@ -245,7 +245,7 @@ def _existing(cluster: Cluster, resource: ApiResource, name: str) -> Object | No
 def _explained(
     error: LauncherError, cluster: Cluster, kind: WorkloadKind, refused: Object
 ) -> LauncherError:
-    """Say what a refusal means, and the way out, where there is more to say than the server did."""
+    """Add the meaning of a refusal and the fix, if the server's message lacks them."""
     match error:
         case NotServed() if refused["kind"] == kind.kind:
             groups: set[str] = set()
@@ -254,7 +254,7 @@ def _explained(
             others = [
                 name
                 for name, other in KINDS.items()
-                # A Job any cluster knows.
+                # Every cluster has Jobs.
                 if other is not kind
                 and (not other.operator or other.api_version.partition("/")[0] in groups)
             ]

@@ -1,8 +1,8 @@
-"""Files of a run directory to and from the claim, through a helper pod.
+"""Transfers files of a run directory to and from the claim, through a helper pod.
 
-The helper pod is derived from the run's pods, so that it fulfils policies. It has the claim and
-nothing else: none of the run's secrets, devices, labels or network. So Services, NetworkPolicies,
-controllers, and queries for state and logs do not take it for a pod of the run.
+The helper pod is derived from the run's pods, so that it complies with policies. It has only the
+claim: none of the run's secrets, devices, labels or network. So Services, NetworkPolicies,
+controllers, and queries for state and logs do not mistake it for a pod of the run.
 """
 
 import contextlib
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRANSFER_LABEL = f"{MANAGER}/transfer"
-"""The label by which the pods of a run's transfers are found."""
+"""The label of a run's helper pods."""
 
 _CONTAINER = "transfer"
 
 _LIMIT_S = 3600
-"""After how many seconds a helper pod ends by itself, in case its creator was killed."""
+"""Lifetime of a helper pod in seconds, in case its creator was killed."""
 
 _PATIENCE = 600
-"""How often to look whether the pod runs: its image must come, and a node have room."""
+"""Number of polls until the pod runs: it needs a node with room, and its image."""
 
 _OF_POD = (
     *("serviceAccountName", "imagePullSecrets", "nodeSelector", "tolerations", "securityContext"),
     *("priorityClassName", "runtimeClassName"),
 )
 _OF_CONTAINER = ("image", "imagePullPolicy", "securityContext")
-"""The fields that it shares with the pods of the run."""
+"""The container fields that the helper pod shares with the pods of the run."""
 
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "128Mi"},
@@ -55,25 +55,25 @@ _RESOURCES = {
 }
 
 CHUNK = 32 * 1024
-"""Bytes of a message; kubectl's are as large."""
+"""Bytes per message, as in kubectl."""
 
 _ATTEMPTS = 3
-"""How often a transfer of a file is tried if the connection is lost."""
+"""Number of attempts for a file transfer if the connection is lost."""
 
 _PROGRAM = Path(__file__).parent / "volume_agent.py"
 
 _SIZE = re.compile(rb"-|[0-9]{1,18}")
 _LONGEST_SIZE, _LONGEST_TAIL = 18, 1 << 10
-"""Bytes that the size of a file takes at most, which comes first, and those after its content."""
+"""Maximum bytes of the size line before a file's content, and of the checksum after it."""
 
 _RBAC = re.compile(r" cannot \w+ resource ")
 
 
 class Files:
-    """The files of a run directory, through a container that mounts the claim.
+    """The files of a run directory, accessed through a container that mounts the claim.
 
-    Each method raises LauncherError if the file cannot be reached, and Away if the connection was
-    lost in each attempt.
+    Each method raises LauncherError if the file cannot be accessed, and Away if the connection was
+    lost in every attempt.
     """
 
     def __init__(self, cluster: Cluster, pod: str, container: str, run_dir: str) -> None:
@@ -83,7 +83,7 @@ class Files:
         self._run_dir = run_dir.rstrip("/")
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, given by its path in the run directory, whole or not at all."""
+        """Write a file atomically, given by its path in the run directory."""
         view, size = memoryview(content), len(content)
         digest = hashlib.sha256(content).hexdigest()
 
@@ -94,13 +94,13 @@ class Files:
         self._tried(send)
 
     def remove(self, name: str) -> None:
-        """Remove a file, parts of it, and folders that are empty then."""
+        """Remove a file, its partial copies, and folders that become empty."""
         self._tried(lambda: self._run("remove", name, self._run_dir.rpartition("/")[0]))
 
     def fetch(
         self, name: str, out: BinaryIO, report: Report = lambda done, total, text: None
     ) -> bool:
-        """Read a file into another one; return whether there is such a file."""
+        """Copy a file into `out`; return whether the file exists."""
 
         def receive() -> bool:
             out.seek(0)
@@ -137,16 +137,16 @@ class _Received:
         self._head = self._tail = b""
         self._left: int | None = None
         self.size = 0
-        """How many bytes the file has; 0 until that is known."""
+        """Size of the file in bytes; 0 until it is known."""
         self._digest = hashlib.sha256()
 
     @property
     def count(self) -> int:
-        """How many bytes of the file have come."""
+        """Number of received bytes of the file."""
         return self.size - (self._left or 0)
 
     def take(self, part: bytes) -> None:
-        """Take the next part."""
+        """Process the next part."""
         if self._left is None:
             self._head, line, part = (self._head + part).partition(b"\n")
             if not line and len(self._head) <= _LONGEST_SIZE:
@@ -162,11 +162,11 @@ class _Received:
             raise LauncherError("a file of the claim comes here with more than its bytes")
         try:
             self._out.write(content)
-        except OSError as error:  # which would else be taken for one of the connection
+        except OSError as error:  # not an error of the connection
             raise LauncherError(f"what comes from the claim cannot be kept: {error}") from error
 
     def is_there(self) -> bool:
-        """Return whether there is such a file, or raise Away if a part of it is missing."""
+        """Return whether the file exists, or raise Away if a part of it is missing."""
         if self._head == b"-":
             return False
         if self._left != 0 or self._tail.decode() != self._digest.hexdigest():
@@ -176,7 +176,7 @@ class _Received:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Say which rights are missing, where one is."""
+    """Add the required permissions to the error if one is missing."""
     try:
         yield
     except Denied as error:
@@ -194,10 +194,10 @@ def placed(
 ) -> Iterator[None]:
     """Put files into the run directory of a new run; remove them if its submission fails.
 
-    The files are given by their paths in the run directory; without any, nothing is done.
+    `files` maps paths in the run directory to contents; if it is empty, nothing is done.
 
     Raises:
-        LauncherError: they cannot be written; nothing is left.
+        LauncherError: the files cannot be written; none remains.
     """
     if not files:
         yield
@@ -211,7 +211,7 @@ def placed(
             yield
         except BaseException as error:
             if submitting and isinstance(error, Away | UnknownOutcome):
-                raise  # it is unknown whether the run has arrived
+                raise  # it is unknown whether the run was created
             for name in files:
                 with contextlib.suppress(LauncherError):
                     run_directory.remove(name)
@@ -219,17 +219,17 @@ def placed(
 
 
 def fetch(run: "KubernetesRun", targets: Callable[[], Iterable[tuple[str, Path]]]) -> None:
-    """Copy files of a run's run directory here, each whole or not at all, as far as they exist.
+    """Copy existing files of a run directory to this machine, each atomically.
 
-    They are read in a pod of the run while one runs, else in one that is made for it.
+    They are read through a running pod of the run, or else through a helper pod.
 
     Args:
         run: The run.
-        targets: Yields paths in the run directory, each with the local path; may look at files that
-            it has yielded before.
+        targets: Yields paths in the run directory, each with the local path; it may read files
+            copied earlier.
 
     Raises:
-        LauncherError: they cannot be read, or nothing outlives the pods.
+        LauncherError: the files cannot be read, or no volume outlives the pods.
     """
     with operation("fetching files from the claim") as report:
         _fetch(run, targets, report)
@@ -258,7 +258,7 @@ def _fetch(
         except (Away, Denied):
             raise
         except LauncherError:
-            pass  # it may have ended just now, and what was executed in it was killed
+            pass  # the pod may have ended just now, which killed the command
     report(0, None, "a pod starts for it")
     with transfer(cluster, kind, workload) as files:
         _copy(files, targets(), report)
@@ -279,7 +279,7 @@ def _copy(files: Files, targets: Iterable[tuple[str, Path]], report: Report) -> 
 
 @contextlib.contextmanager
 def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator[Files]:
-    """Make a pod that has the run directory of a workload, and delete it at the end.
+    """Create a helper pod with the run directory of a workload, and delete it at the end.
 
     Raises:
         LauncherError: the server refuses, or the pod does not run.
@@ -289,14 +289,14 @@ def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator
     connection, path = cluster.connection, PODS.path(cluster.namespace)
     try:
         with _explained():
-            with contextlib.suppress(Conflict):  # the name is unique: an answer was lost
+            with contextlib.suppress(Conflict):  # the name is unique: an earlier answer was lost
                 connection.patiently(
                     lambda: connection.ask("POST", path, body=pod), attempts=_ATTEMPTS
                 )
             _until_it_runs(cluster, name)
         yield Files(cluster, name, _CONTAINER, run_dir_of(workload, kind))
     finally:
-        # It may be gone, or not ours to delete; if no attempt succeeds, the pod ends by itself.
+        # The pod may be gone, or deletion denied; if every attempt fails, the pod ends by itself.
         with contextlib.suppress(LauncherError):
             connection.patiently(
                 lambda: connection.ask("DELETE", f"{path}/{name}"), attempts=_ATTEMPTS
@@ -304,7 +304,7 @@ def transfer(cluster: Cluster, kind: WorkloadKind, workload: Object) -> Iterator
 
 
 def _until_it_runs(cluster: Cluster, name: str) -> None:
-    """Wait for a pod; raise LauncherError if it has ended, or does not run after a long time."""
+    """Wait until a pod runs; raise LauncherError if it has ended or does not start in time."""
     subject, reason = f"pod {name}, through which files go to the claim,", ""
     for attempt in range(_PATIENCE):
         if (pod := cluster.get(PODS, name)) is None:
@@ -323,13 +323,13 @@ def _until_it_runs(cluster: Cluster, name: str) -> None:
 
 
 def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:
-    """Return a pod that has the volume with the run directory.
+    """Return a helper pod that mounts the volume with the run directory.
 
     Args:
-        workload: The object that makes the pods of the run, rendered or as the server has it; it
-            owns the pod where it is there already.
+        workload: The object that creates the pods of the run, rendered or from the server; an
+            existing one owns the helper pod.
         kind: Its kind.
-        word: An id that distinguishes this transfer from others of the run.
+        word: A unique id of this transfer within the run.
 
     Raises:
         LauncherError: no volume outlives the pods.
@@ -357,7 +357,7 @@ def transfer_pod(workload: Object, kind: WorkloadKind, *, word: str) -> Object:
     name = f"{run['name']}-{_CONTAINER}-{word}"
     helper = {
         "name": _CONTAINER,
-        # A shell that is the first process must say itself that it heeds SIGTERM.
+        # A shell that runs as PID 1 ignores SIGTERM unless it sets a trap.
         "command": ["/bin/sh", "-c", f"trap 'exit 0' TERM; sleep {_LIMIT_S} & wait"],
         "resources": _RESOURCES,
         "volumeMounts": [mount],
@@ -383,7 +383,7 @@ def run_dir_of(workload: Object, kind: WorkloadKind) -> str:
     """Return the path of the run directory in the pods of a run."""
     _, container = _pod_of(workload, kind)
     values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
-    # Kubernetes would expand a single dollar, see toolkit/rendering/environment.py.
+    # Kubernetes expands a single dollar sign; see toolkit/rendering/environment.py.
     return str(values["TRAIN_RUN_DIR"]).replace("$$", "$")
 
 
@@ -393,12 +393,12 @@ def _pod_of(workload: Object, kind: WorkloadKind) -> tuple[Object, Object]:
     if spec is None:
         raise LauncherError(f"{kind.kind} {workload['metadata']['name']} says nothing of its pods")
     container = next(c for c in spec["containers"] if c["name"] == kind.container)
-    # A TrainJob has image and environment beside its changes of the runtime.
+    # A TrainJob has image and environment in `trainer`, apart from its runtime patches.
     return spec, {**_some(workload["spec"].get("trainer") or {}, ("image", "env")), **container}
 
 
 def _spec_in(thing: Any, container: str) -> Object | None:
-    """Return the first spec of a pod in an object that has a container of this name."""
+    """Return the first pod spec in an object that has a container of this name."""
     inner = thing if isinstance(thing, list) else ()
     if isinstance(thing, Mapping):
         containers = thing.get("containers")

@@ -1,8 +1,8 @@
-"""One file of the claim, written, read or removed; runs in a pod, and so imports nothing of ours.
+"""Writes, reads or removes a file of the claim, in a pod; so it imports no toolkit module.
 
-`write PATH SIZE SHA256` takes SIZE bytes from stdin, whose end cannot be signalled.
-`read PATH` prints
-the size, a line, the bytes and their SHA-256, or `-` if the file does not exist.
+`write PATH SIZE SHA256` takes SIZE bytes from stdin: the end of stdin cannot be signalled.
+`read PATH` prints the size on a line, the bytes and their SHA-256, or `-` if the file does not
+exist.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ DRAFT = ".{}.part-"
 
 
 def write(path: Path, size: str, wanted: str) -> None:
-    """Write a file from stdin, whole or not at all."""
+    """Write a file from stdin atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(DRAFT.format(path.name) + os.urandom(4).hex())
     digest, left = hashlib.sha256(), int(size)
@@ -44,7 +44,7 @@ def read(path: Path) -> None:
         out.write(b"-\n")
         return
     with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size  # its writer may go on
+        left = os.fstat(file.fileno()).st_size  # its writer may append meanwhile
         out.write(b"%d\n" % left)
         while left and (chunk := file.read(min(left, CHUNK))):
             out.write(chunk)
@@ -55,7 +55,7 @@ def read(path: Path) -> None:
 
 
 def end_writes(path: Path) -> None:
-    """Kill the writer of the file: a lost connection ends no command in a container."""
+    """Kill the writer of the file: a command in a container survives a lost connection."""
     wanted = [b"write", os.fsencode(path)]
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -65,7 +65,7 @@ def end_writes(path: Path) -> None:
 
 
 def remove(path: Path, top: str) -> None:
-    """Remove a file, its drafts, and the folders below `top` that hold nothing else."""
+    """Remove a file, its drafts, and the folders below `top` that become empty."""
     end_writes(path)
     with suppress(FileNotFoundError):
         path.unlink()

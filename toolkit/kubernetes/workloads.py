@@ -1,7 +1,7 @@
-"""What the cluster runs: the kinds of workload, and the objects of one run. Pure.
+"""Objects in the cluster: the kinds of workload, and the objects of one run. Pure.
 
-The table holds the place of each kind in the API, and the meaning of its conditions. Adding a kind
-is adding a row here, and a template.
+The table contains the API group of each kind and the meaning of its conditions. A new kind needs a
+row here and a template.
 """
 
 from base64 import b64encode
@@ -24,10 +24,10 @@ Object = Mapping[str, Any]
 """An object of the API, or a part of one."""
 
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
-"""The label of Jobs that names the JobSet above them."""
+"""The label of Jobs with the name of their JobSet."""
 
 PAYLOAD_LIMIT = 1024 * 1024 - 16 * 1024
-"""Bytes of a run's files in a ConfigMap, which holds 1 MiB, keys and names included."""
+"""Maximum bytes of a run's files in a ConfigMap; its limit of 1 MiB includes keys and names."""
 
 _JOB_ANNOTATION = "torch-deploy-toolkit/job"
 
@@ -36,21 +36,21 @@ _OF_CLUSTER = (
     *("CustomResourceDefinition", "Namespace", "Node", "PersistentVolume", "PriorityClass"),
     *("ResourceFlavor", "RuntimeClass", "StorageClass", "Topology", "WorkloadPriorityClass"),
 )
-"""Kinds that people's manifests may hold and that are in no namespace."""
+"""Cluster-scoped kinds that users' manifests may contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiResource:
-    """Where the API has the objects of a kind."""
+    """The place of a kind's objects in the API."""
 
     api_version: str
-    """Group and version, as in a manifest; `v1` for the core."""
+    """Group and version, as in a manifest; `v1` for the core group."""
 
     kind: str
 
     @property
     def plural(self) -> str:
-        """The kind's name in a path; the API's own are all formed so.
+        """The kind's name in a path; all built-in kinds follow this rule.
 
         >>> kinds = ("NetworkPolicy", "PodGroup", "Ingress")
         >>> [ApiResource(api_version="v1", kind=kind).plural for kind in kinds]
@@ -62,7 +62,7 @@ class ApiResource:
         return name + ("es" if name.endswith(("s", "x", "ch")) else "s")
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the path of all of a namespace, or of one."""
+        """Return the path of all objects of this kind in a namespace, or of one of them."""
         root = "/apis/" if "/" in self.api_version else "/api/"
         inside = () if self.kind in _OF_CLUSTER else ("namespaces", namespace)
         parts = (self.api_version, *inside, self.plural, name)
@@ -71,25 +71,25 @@ class ApiResource:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadKind(ApiResource):
-    """A kind of object that makes the pods of a run."""
+    """A kind of object that creates the pods of a run."""
 
     operator: str
-    """The operator that must be installed for it; empty where any cluster knows it."""
+    """The required operator; empty for a built-in kind."""
 
     container: str
-    """The pods' container."""
+    """The name of the pods' container."""
 
     conditions: Mapping[str, RunState | None]
-    """The state of each true condition, the first counts; None where it determines no state."""
+    """The state for each true condition, the first counts; None if it determines no state."""
 
     counts: str = ""
-    """The list in the status that counts Jobs, for kinds that have no condition for running."""
+    """The list of Job counts in the status, for kinds without a condition for running."""
 
     jobs: bool = False
-    """Whether Jobs stand between it and its pods."""
+    """Whether Jobs create its pods."""
 
     replaces_failed: bool = True
-    """Whether pods that have failed for good are replaced a few times before the object fails."""
+    """Whether permanently failed pods are replaced a few times before the object fails."""
 
 
 _PENDING, _RUNNING = RunState.PENDING, RunState.RUNNING
@@ -139,7 +139,7 @@ KINDS: Mapping[Workload, WorkloadKind] = {
         counts="replicatedJobsStatus",
         jobs=True,
     ),
-    # batch/v1: FailureTarget and SuccessCriteriaMet come before the end, while pods still stop.
+    # batch/v1: FailureTarget and SuccessCriteriaMet come before the end, while pods stop.
     "Job": WorkloadKind(
         kind="Job",
         api_version="batch/v1",
@@ -163,17 +163,17 @@ class RunObjects:
 
     kind: WorkloadKind
     companions: Sequence[Object]
-    """What must be there before it, and goes with it."""
+    """Objects that must exist before the workload and are deleted with it."""
 
     workload: Object
-    """The object that makes the pods."""
+    """The object that creates the pods."""
 
     payloads: Sequence[Object] = ()
-    """The ConfigMaps that its pods wait for, with the supervisor and the run's files: made after
-    the run, and owned by it."""
+    """ConfigMaps with the supervisor and the run's files, which the pods wait for: created after
+    the workload, and owned by it."""
 
     apart: Mapping[str, bytes] = field(default_factory=dict)
-    """What its pods find in their run directory, by path, since no ConfigMap holds it."""
+    """Files in the run directory, by path, that are too large for a ConfigMap."""
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class RunObjects:
 
 
 def pod_names_of(kind: WorkloadKind, obj: Object) -> list[str]:
-    """Return the short names of the pods that an object has at a time, by role and index."""
+    """Return the short names of an object's simultaneous pods, by role and index."""
     spec = obj.get("spec") or {}
     counts = {"node": spec.get("parallelism")}
     match kind.kind:
@@ -203,20 +203,20 @@ def pod_names_of(kind: WorkloadKind, obj: Object) -> list[str]:
 
 
 def pods_of(kind: WorkloadKind, obj: Object) -> int:
-    """Return how many pods an object has at a time."""
+    """Return the number of an object's simultaneous pods."""
     return len(pod_names_of(kind, obj))
 
 
 def resource_of(document: Object) -> ApiResource:
-    """Return where the API has an object like this one."""
+    """Return the API resource of an object."""
     return ApiResource(api_version=str(document["apiVersion"]), kind=str(document["kind"]))
 
 
 def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
-    """Return the manifest of a run that is submitted with files.
+    """Return the manifest of a run with submitted files.
 
-    The checksums of what travels in its ConfigMap, as `sha256sum -c` reads them, are in the
-    workload itself, which a user with only the right to create ConfigMaps cannot change.
+    The checksums of the files in its ConfigMap, in the format of `sha256sum -c`, are in the
+    workload itself, which a user with only permission to create ConfigMaps cannot change.
     """
     rows = (f"{sha256(text).hexdigest()}  {name}" for name, text in _small(files).items())
     return render(with_checksums(plan, "\n".join(sorted(rows))) if files else plan)
@@ -225,7 +225,7 @@ def manifest_for(plan: KubernetesPlan, files: Mapping[str, bytes]) -> str:
 def objects_by_run(
     manifest: str, kind: WorkloadKind, files: Mapping[str, bytes] = MappingProxyType({})
 ) -> list[RunObjects]:
-    """Return the objects of a run that is submitted with files; of a sweep, of each point."""
+    """Return the objects of a run with submitted files; for a sweep, of each point."""
     runs: list[RunObjects] = []
     companions: list[Object] = []
     payloads: list[Object] = []
@@ -253,12 +253,12 @@ def objects_by_run(
 
 
 def holds_supervisor(document: Object) -> bool:
-    """Whether an object is the ConfigMap in which the pods of a run find the supervisor."""
+    """Whether an object is the ConfigMap with the supervisor."""
     return document["kind"] == "ConfigMap" and FILE in (document.get("binaryData") or ())
 
 
 def too_large(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return those files that no ConfigMap holds beside the others: the largest."""
+    """Return the largest files, which do not fit into the ConfigMap with the others."""
     rest = dict(sorted(files.items(), key=lambda item: len(item[1])))
     contents: dict[str, bytes] = {}
     while sum(map(len, rest.values())) > PAYLOAD_LIMIT:
@@ -267,17 +267,17 @@ def too_large(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _small(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the others, by their names alone, as the pods find them."""
+    """Return the other files, by file name, as the pods see them."""
     large = too_large(files)
     return {name.rpartition("/")[2]: text for name, text in files.items() if name not in large}
 
 
 def started_again(run: RunObjects, token: str) -> RunObjects:
-    """Return the objects of a run that is submitted again under its name.
+    """Return the objects of a run that is resubmitted under its name.
 
-    The pods of a PyTorchJob have no label that distinguishes submissions, so a variable does, by a
-    token that no earlier submission had. The cluster itself names the starts of all other pods. The
-    ConfigMaps get names of their own: those of the deleted run may still be there for a while.
+    The pods of a PyTorchJob have no label that distinguishes submissions, so a variable contains a
+    unique token. For all other kinds, the cluster labels the starts. The ConfigMaps get new names,
+    since those of the deleted run may still exist for a while.
     """
     names = [payload["metadata"]["name"] for payload in run.payloads]
 
@@ -310,7 +310,7 @@ def owned(document: Object, kind: WorkloadKind, workload: Object) -> Object:
 
 
 def is_of(body: Object, obj: Object | None) -> bool:
-    """Whether an existing object, if there is one, is the one that is to be created."""
+    """Whether an existing object, if any, is the one to create."""
 
     def identity(thing: Object) -> tuple[str, str]:
         labels = thing["metadata"].get("labels") or {}

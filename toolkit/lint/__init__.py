@@ -1,1 +1,1 @@
-"""Rules for batch scripts and manifests that people have written."""
+"""Rules for hand-written batch scripts, manifests and training scripts."""

@@ -1,4 +1,4 @@
-"""Every rule by the kind of file, and the functions that hold a text to them, all at once."""
+"""The rules for each kind of file, and the functions that check a text against all rules."""
 
 import re
 import tomllib
@@ -75,30 +75,30 @@ MANIFEST_RULES = (
 _ELSEWHERE = tomllib.loads(
     Path(__file__).with_name("planner_and_site_rules.toml").read_text(encoding="utf-8")
 )
-"""The rules whose functions stand with the planner and with the sites."""
+"""The texts of the rules that the planner and the sites implement."""
 
 JOB_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["job"].items())
-"""What `plan` holds a job and a profile to; `render` and `submit` refuse by them, too."""
+"""The rules of `plan` for a job and a profile; `render` and `submit` enforce the same rules."""
 
 SITE_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["site"].items())
-"""The rules of `check --server` at a Slurm site, for a job file and for a script."""
+"""The rules of `check --server` at a Slurm site, for job files and scripts."""
 
 CLUSTER_RULES = tuple(Rule(id=id, **texts) for id, texts in _ELSEWHERE["cluster"].items())
-"""The rules of `check --server` at a Kubernetes cluster, for a job file and for manifests."""
+"""The rules of `check --server` at a Kubernetes cluster, for job files and manifests."""
 
 
 _MOST_LINES = 20_000
-"""The longest batch script that is checked, in lines: a sweep of as many points."""
+"""Maximum number of lines in a batch script, enough for a sweep of as many points."""
 
 
 def check_script(text: str, source: str, site: Site | None = None) -> list[Problem]:
-    """Return the problems of a batch script, by line; each one once.
+    """Return the problems of a batch script, sorted by line, without duplicates.
 
-    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
-    A script that it hands to sbatch in a here-document is checked with it.
+    A comment `# toolkit: allow RULE` on the line, or alone on the line above, suppresses a finding.
+    A nested script that goes to sbatch as a here-document is also checked.
 
     Raises:
-        InputError: its bash cannot be read; it holds the problems of what stands above, too.
+        InputError: its bash cannot be parsed; the error includes the problems of the lines above.
     """
     if not text.strip():
         raise InputError("the file is empty", place=source)
@@ -114,7 +114,7 @@ def check_script(text: str, source: str, site: Site | None = None) -> list[Probl
         raise InputError(in_order([*error.problems, *_above(text, error, site)])) from None
     problems = _script_problems(script)
     for inner in submitted_scripts(script):
-        with suppress(InputError):  # what the shell puts into it may be half of a command
+        with suppress(InputError):  # an expansion by the outer shell may be half of a command
             inside = _script_problems(read_batch_script(inner.text, source, site))
             problems += (
                 _moved(problem, inner.line - 1)
@@ -128,11 +128,11 @@ _LOOKS_BELOW = frozenset(
     {"failure-masked", "log-truncated", "nodes-unused", "srun-without-wait"}
     | {"signal-orphans", "signal-unhandled", "trap-blocked", "wait-interrupted"}
 )
-"""The rules that a script must be read in full for."""
+"""The rules that need the whole script, including the commands below an error."""
 
 
 def _above(text: str, error: InputError, site: Site) -> list[Problem]:
-    """Return the problems of the commands above what cannot be read."""
+    """Return the problems of the commands above a syntax error."""
     source = (error.problems[0].place or "").rpartition(":")[0]
     lines = readable_lines(text, source, before=_line(error.problems[0]))
     above = "".join(text.splitlines(keepends=True)[:lines])
@@ -144,7 +144,7 @@ def _above(text: str, error: InputError, site: Site) -> list[Problem]:
 
 
 def _moved(problem: Problem, lines: int) -> Problem:
-    """Return a problem of a text that begins `lines` below the top of its file."""
+    """Return a problem with its line shifted by `lines`, for a text inside a file."""
     source = (problem.place or "").rpartition(":")[0]
     return replace(problem, place=f"{source}:{_line(problem) + lines}")
 
@@ -166,12 +166,12 @@ def _problem(rule: Rule, place: str, what: str) -> Problem:
 
 
 def check_training_script(text: str, source: str) -> list[Problem]:
-    """Return the problems of a training script in Python, by line; each one once.
+    """Return the problems of a Python training script, sorted by line, without duplicates.
 
-    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+    A comment `# toolkit: allow RULE` on the line, or alone on the line above, suppresses a finding.
 
     Raises:
-        InputError: it cannot be read as Python.
+        InputError: the script cannot be parsed as Python.
     """
     script = read_training_script(text, source)
     allowed = allowed_rules(text, enumerate(text.splitlines(), start=1))
@@ -187,15 +187,15 @@ def check_training_script(text: str, source: str) -> list[Problem]:
 def check_manifests(
     text: str, source: str, *, pod_security: str | None = None, schemas: Schemas | None = None
 ) -> list[Problem]:
-    """Return the problems of a stream of manifests, by line; each one once.
+    """Return the problems of a stream of manifests, sorted by line, without duplicates.
 
-    A comment `# toolkit: allow RULE` on the line, or alone on the one above, takes a finding back.
+    A comment `# toolkit: allow RULE` on the line, or alone on the line above, suppresses a finding.
 
-    The Pod Security level is that of the namespace, where it is known; the schemas are those of
-    the cluster's own kinds.
+    `pod_security` is the Pod Security level of the namespace, if known. `schemas` come from the
+    CustomResourceDefinitions of the cluster.
 
     Raises:
-        InputError: it cannot be read, or a document is not an object.
+        InputError: the YAML cannot be parsed, or a document is not an object.
     """
     what = "this is a template of a manifest"
     try:
@@ -220,7 +220,7 @@ def check_manifests(
 def manifest_violations(
     stream: Stream, schemas: Schemas | None = None
 ) -> Iterator[tuple[Rule, Violation[View]]]:
-    """Yield what all rules find; what a schema has against a place of a rule is left out."""
+    """Yield all violations; a rule's violation hides schema violations of the same value."""
     reported: set[tuple[int, KeyPath]] = set()
     for rule, violation in MANIFESTS.violations(stream):
         reported.add((violation.at.manifest.index, violation.at.path))
@@ -231,13 +231,13 @@ def manifest_violations(
 
 
 def not_allowed(problems: Iterable[Problem], text: str) -> list[Problem]:
-    """Return those problems of a manifest that no comment of its text takes back."""
+    """Return the problems of a manifest that no comment suppresses."""
     allowed = allowed_rules(text, enumerate(text.splitlines(), start=1))
     return [problem for problem in problems if problem.rule not in allowed.get(_line(problem), ())]
 
 
 def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Return problems by line, each once."""
+    """Return the problems sorted by line, without duplicates."""
     return sorted(dict.fromkeys(problems), key=_line)
 
 

@@ -1,4 +1,4 @@
-"""Which files of a folder `toolkit check DIR` takes."""
+"""The selection of files for `toolkit check DIR`."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _STARTS = re.compile(r"^(?:module|script|command)\s*:", re.MULTILINE)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder; one that the system refuses is none."""
+    """Whether a path is a folder; False if the system rejects the path."""
     try:
         return path.is_dir()
     except OSError:  # a name that is too long
@@ -27,14 +27,17 @@ def is_folder(path: Path) -> bool:
 
 
 def files_to_check(folder: Path) -> list[Path]:
-    """Return the files below a folder that are for `toolkit check`, in order.
+    """Return the files below a folder for `toolkit check`, in order.
 
-    They are: `.sbatch`, `.slurm` and `.job`; `.sh`, and files without a suffix, that hold `#SBATCH`
-    lines; `.py` that import torch; `.yaml` and `.yml` that are manifests or job files. Folders that
-    begin with a dot, virtual environments and links to folders are left out.
+    - `.sbatch`, `.slurm` and `.job` files
+    - `.sh` files and files without a suffix, if they contain `#SBATCH` lines
+    - `.py` files that import torch
+    - `.yaml` and `.yml` files that are manifests or job files
+
+    Hidden folders, virtual environments and links to folders are skipped.
 
     Raises:
-        InputError: there is none.
+        InputError: the folder contains no such file.
     """
     files = [path for path in _files(folder) if _is_meant(path)]
     if not files:
@@ -57,7 +60,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _is_meant(path: Path) -> bool:
     suffix = path.suffix
     if suffix not in (*_BATCH, ".sh", "", ".py", *_YAML) or not path.is_file():
-        return False  # a pipe or a device, which may never end, too
+        return False  # also pipes and devices: a read may never end
     if suffix in _BATCH:
         return True
     try:

@@ -1,4 +1,4 @@
-"""The rules of `toolkit check`: what each finds, why it matters, the way out, and its function."""
+"""The rules of `toolkit check`: each has a fault, a reason, a fix and a check function."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,41 +21,41 @@ class Rule:
     """One rule."""
 
     id: str
-    """Its name, the same in every message and for ever."""
+    """The rule's name; it never changes."""
 
     finds: str
     """The fault that the rule finds."""
 
     reason: str
-    """What happens then."""
+    """The consequence of the fault."""
 
     fix: str
-    """What to do about it."""
+    """The fix."""
 
 
 @dataclass(frozen=True)
 class Violation(Generic[PlaceT]):
-    """Something that a rule has found."""
+    """A fault that a rule has found."""
 
     at: PlaceT
-    """The line of a script, or the value of a manifest."""
+    """The line in a script, or the value in a manifest."""
 
     what: str
     fix: str | None = field(default=None, kw_only=True)
-    """The way out, where the rule's own is too general."""
+    """A more specific fix than the rule's."""
 
 
 _Check = Callable[[SubjectT], Iterator[Violation[PlaceT]]]
 
 
 class RuleBook(Generic[SubjectT, PlaceT]):
-    """The rules for one kind of file, each with the function that finds its violations."""
+    """The rules for one kind of file, each with its check function."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[Rule, _Check[SubjectT, PlaceT]]] = []
 
     def order(self, modules: Sequence[ModuleType]) -> tuple[Rule, ...]:
-        """Sort the rules by these modules, in any order of imports; return them."""
+        """Sort the rules by module, independent of import order, and return them."""
         names = [module.__name__ for module in modules]
         self._checks.sort(key=lambda row: names.index(row[1].__module__))
         return tuple(rule for rule, _ in self._checks)
@@ -63,7 +63,7 @@ class RuleBook(Generic[SubjectT, PlaceT]):
     def rule(
         self, id: str, *, finds: str, reason: str, fix: str
     ) -> Callable[[_Check[SubjectT, PlaceT]], _Check[SubjectT, PlaceT]]:
-        """Make a function a rule."""
+        """Register a function as the check of a rule."""
 
         def register(check: _Check[SubjectT, PlaceT]) -> _Check[SubjectT, PlaceT]:
             self._checks.append((Rule(id=id, finds=finds, reason=reason, fix=fix), check))
@@ -72,26 +72,26 @@ class RuleBook(Generic[SubjectT, PlaceT]):
         return register
 
     def violations(self, subject: SubjectT) -> Iterator[tuple[Rule, Violation[PlaceT]]]:
-        """Yield what the rules find, rule by rule."""
+        """Yield the violations, rule by rule."""
         for rule, check in self._checks:
             for violation in check(subject):
                 yield rule, violation
 
 
 SCRIPTS: RuleBook[BatchScript, int] = RuleBook()
-"""The rules for batch scripts; a violation stands on a line."""
+"""The rules for batch scripts; a violation refers to a line."""
 
 TRAINING: RuleBook[TrainingScript, int] = RuleBook()
-"""The rules for training scripts in Python; a violation stands on a line."""
+"""The rules for training scripts in Python; a violation refers to a line."""
 
 MANIFESTS: RuleBook[Stream, View] = RuleBook()
-"""The rules for Kubernetes manifests; a violation stands at a value."""
+"""The rules for Kubernetes manifests; a violation refers to a value."""
 
 
 def allowed_rules(text: str, comments: Iterable[tuple[int, str]]) -> dict[int, set[str]]:
-    """Return which rules a file's comments `# toolkit: allow RULE` take back, by line.
+    """Return the rules that `# toolkit: allow RULE` comments suppress, by line.
 
-    A comment that stands alone on its line is about the next one.
+    A comment on a separate line applies to the next line.
     """
     rows = text.splitlines()
     rules_by_line: dict[int, set[str]] = {}

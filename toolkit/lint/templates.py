@@ -1,4 +1,4 @@
-"""Templates: files with places that another program fills in before anybody can use them."""
+"""Templates: files with placeholders that another program fills in before use."""
 
 import re
 
@@ -26,23 +26,23 @@ _IN_DIRECTIVE = re.compile(
 _IN_YAML = re.compile(r"^[ \t]*(?:- +)?(?:[\w./-]{1,200}: *)?[\"']?(\{\{|\{%)", re.MULTILINE)
 _VARIABLE = re.compile(r"[^$]{0,200}(\$\{[A-Za-z_]\w*\}|\$[A-Z_][A-Z0-9_]*)(?!\w)[^$]{0,200}")
 _EXPANDED = frozenset({"command", "args", "env", "data", "stringData", "binaryData", "annotations"})
-"""Keys below which a `$` may be meant for a shell or a program."""
+"""Keys of values that may contain a `$` for a shell or a program."""
 
 
 def script_template_line(text: str) -> int | None:
-    """Return the line of a script by which it is a template; None if it is none."""
+    """Return the line with the first placeholder of a script template; None for other scripts."""
     match = _IN_DIRECTIVE.search(text)
     return text.count("\n", 0, match.end()) + 1 if match else None
 
 
 def yaml_template_line(text: str) -> int | None:
-    """Return the line of a text by which it is a template of YAML; None if it is none."""
+    """Return the line with the first placeholder of a YAML template; None for other texts."""
     match = _IN_YAML.search(text)
     return text.count("\n", 0, match.end()) + 1 if match else None
 
 
 def unfilled(stream: Stream) -> list[View]:
-    """Return the values that hold a variable for which Kubernetes has no place."""
+    """Return the values with a variable that Kubernetes does not expand."""
     waiting = [manifest.view for manifest in reversed(stream.manifests)]
     unfilled_views = []
     while waiting:

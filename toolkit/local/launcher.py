@@ -1,7 +1,7 @@
-"""Runs on this machine: N torchrun agents stand for N nodes.
+"""Runs on this machine: N torchrun agents simulate N nodes.
 
-The rendered script is what runs, as on a cluster. A supervisor of its own process keeps it, so that
-a run outlives the shell that submitted it, and nothing outlives the run.
+As on a cluster, the rendered script is executed. A supervisor in a separate process manages it, so
+that a run outlives the shell that submitted it, and no process outlives the run.
 """
 
 import os
@@ -36,11 +36,11 @@ class LocalLauncher(Launcher[LocalPlan]):
     def __init__(
         self, profile: LocalProfile, *, gpus: Callable[[], int] = count_gpus, tied: bool = False
     ) -> None:
-        """Prepare to launch.
+        """Create the launcher.
 
         Args:
-            profile: Where run directories are made.
-            gpus: How many GPUs this machine has.
+            profile: The profile with the folder for run directories.
+            gpus: Returns the number of GPUs of this machine.
             tied: Whether runs end with this process, however it ends.
         """
         self._profile = profile
@@ -48,7 +48,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         self._tied = tied
 
     def submit(self, plan: LocalPlan, *, files: Mapping[str, bytes] = {}) -> LocalRun:
-        """Start a new run, which finds `files` in its run directory, and return at once."""
+        """Start a new run with `files` in its run directory, and return immediately."""
         if problems := list(self.refusals(plan)):
             raise LauncherError("\n".join(problem.message for problem in problems))
         require_secrets(plan)
@@ -76,7 +76,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         return self.open(registry.add(record))
 
     def refusals(self, plan: LocalPlan) -> Iterator[Problem]:
-        """Yield why a plan cannot run on this machine as it is now; `toolkit check` asks, too."""
+        """Yield why a plan cannot run on this machine now; `toolkit check` also calls this."""
         need = plan.job.resources
         gpus, there = need.max_nodes * need.gpus_per_node, self._gpus()
         if gpus > there:
@@ -103,10 +103,10 @@ class LocalLauncher(Launcher[LocalPlan]):
         return LocalSweep(record) if has_points(record.run_dir) else LocalRun(record)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Say how a run goes on here: nothing of this machine would queue it again.
+        """Raise an error with the command that continues a run: this machine has no queue.
 
         Raises:
-            LauncherError: always; of a run that can go on, with the command that continues it.
+            LauncherError: always; for a run that can continue, with the command to continue it.
         """
         require_unfinished(run, run.status())
         folder = shlex.quote(str(run.run_dir))
@@ -115,11 +115,11 @@ class LocalLauncher(Launcher[LocalPlan]):
         )
 
     def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
-        """Start the supervisor, which holds the lock from its first instant on."""
+        """Start the supervisor, which holds the lock from its first instant."""
         tied = [f"--tied-to={os.getpid()}"] if self._tied else []
         limit_s = plan.job.time_limit_s
         limit = [] if limit_s is None else [f"--time-limit={limit_s}"]
-        # torchrun lies beside the Python that runs us, whether or not its folder is in PATH.
+        # torchrun is next to this Python interpreter, whether or not its folder is in PATH.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         role = ["keep", str(run_dir)]
         if plan.points:
@@ -143,5 +143,5 @@ class LocalLauncher(Launcher[LocalPlan]):
                 env={**without_outer_job(local=True), "PATH": path},
             )
             run_lock.note_pid(lock, child.pid)
-        # No process waits for the supervisor; a Popen object that is thrown away would complain.
+        # No process waits for the supervisor; without this, a discarded Popen object would warn.
         child.returncode = 0

@@ -1,4 +1,4 @@
-"""A run on this machine, or a sweep of them, from its state to its logs and its end."""
+"""Runs and sweeps on this machine: status, logs and cancellation."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from toolkit.supervisor.points import LAUNCHER_LOG
 from toolkit.text import untrusted
 
 SUPERVISOR = "toolkit.supervisor"
-"""The module that keeps runs, by which its processes are known."""
+"""The module that supervises runs, which identifies its processes."""
 
 _EXEC_S = 5.0
 """Seconds to wait for a command line: it is empty for an instant after exec (Linux, fs/exec.c)."""
@@ -61,9 +61,9 @@ class LocalRun(Run):
         )
 
     def _spans(self, view: LogView) -> list[Span]:
-        """Return where the lines stand that a view shows."""
+        """Return the file parts with the lines of a view."""
         launcher_log = self.run_dir / LAUNCHER_LOG
-        # The supervisor has started the first attempt only; users may continue the run by hand.
+        # The supervisor starts only the first attempt; users may continue the run manually.
         first = [Span(path=launcher_log, below=self.run_dir)] if view.attempt == 0 else []
         return [*first, *log_reader.spans_of(self.run_dir, view, launcher_log)]
 
@@ -80,9 +80,9 @@ class LocalRun(Run):
                 os.kill(pid, signal.SIGTERM)
 
     def _is_supervisor(self, pid: int) -> bool:
-        """Whether a process is this user's, and supervises this run.
+        """Whether a process belongs to this user and supervises this run.
 
-        The files of a run directory may be forged: a process id of -1 would be everyone.
+        The files of a run directory may be forged: a process id of -1 would mean all processes.
         """
         if not 1 < pid < 1 << 31:
             return False
@@ -98,20 +98,20 @@ class LocalRun(Run):
                     return False
                 time.sleep(0.01)
         except FileNotFoundError:
-            return True  # it has ended this instant
+            return True  # the process has just ended
         except OSError:
             return False
         argv = command.split(b"\0")
         return SUPERVISOR.encode() in argv and os.fsencode(self.run_dir) in argv
 
     def _supervisor(self) -> int | None:
-        """Return the supervisor's process id while it lives; 0 in the instant before it is known.
+        """Return the supervisor's process id while it is alive; 0 before the id is known.
 
-        A lock ends with its holder, so that a process id which the system gave away again is not
-        taken for ours.
+        A lock ends with its holder, so that a process id that the system has reused is not mistaken
+        for the supervisor's.
         """
         with (
-            contextlib.suppress(OSError),  # not there, or nothing that a supervisor can hold
+            contextlib.suppress(OSError),  # missing, or not a lock file
             untrusted.open_untrusted(f"{self.run_dir}/{run_lock.NAME}") as lock,
         ):
             if run_lock.is_held(lock):
@@ -121,16 +121,16 @@ class LocalRun(Run):
 
 
 class LocalSweep(LocalRun):
-    """All points of a sweep together; one supervisor starts them as there is room."""
+    """All points of a sweep together; one supervisor starts them as capacity allows."""
 
     @cached_property
     def points(self) -> "tuple[LocalPoint, ...]":
-        """The points, each a run of its own."""
+        """The points, each a separate run."""
         points = read_points(self.run_dir)
         return tuple(LocalPoint(self, index, *point) for index, point in enumerate(points))
 
     def status(self) -> RunStatus:
-        """Return the status by those of the points."""
+        """Return the status, derived from the points' statuses."""
         return self.sum_of(self.statuses())
 
     def statuses(self) -> list[RunStatus]:
@@ -145,7 +145,7 @@ class LocalSweep(LocalRun):
         return log_reader.read_points(self.points, view, spans)
 
     def cancel(self) -> None:
-        """Stop the points that run, each with a checkpoint; the others never start."""
+        """Stop the running points, each with a checkpoint; the others never start."""
         for point, status in zip(self.points, self.statuses(), strict=True):
             if status.state is RunState.RUNNING:
                 run_directory.request_cancel(point.run_dir)
@@ -180,7 +180,7 @@ class LocalPoint(LocalRun):
 
     def cancel(self) -> None:
         """Stop this point with a checkpoint, or keep it from being started."""
-        with contextlib.suppress(OSError):  # as in a full disk, where nothing else starts either
+        with contextlib.suppress(OSError):  # e.g. a full disk, where nothing else starts either
             self.run_dir.mkdir(exist_ok=True)
         run_directory.request_cancel(self.run_dir)
         super().cancel()

@@ -1,4 +1,4 @@
-"""What `train` of this installation refuses of a job's arguments, before the job is submitted."""
+"""Arguments of a job that this installation's `train` refuses, checked before the submission."""
 
 import json
 import subprocess
@@ -17,20 +17,20 @@ _MODULE = "train"
 _TIMEOUT_S = 30.0
 _MOST_POINTS = 20
 _PREFIX = "train: "
-"""How its messages begin, whatever the module is called."""
+"""The beginning of its messages, whatever the module's name."""
 _PROOF_S = 900.0
 _MOST_RANKS = 16
-"""How many ranks a proof starts on this machine."""
+"""Limit of ranks that a proof starts on this machine."""
 
 
 def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
-    """Yield what `train` would refuse of the arguments of a job that starts it.
+    """Yield the problems that `train` would report about a job's arguments.
 
-    Without torch, and without anything of the folder: a `train` of the project's own is not asked.
+    It imports neither torch nor code from the folder: a project's own `train` is not checked.
 
     Args:
-        job: The job; of a sweep, its first points are asked about.
-        here: Whether it runs on this machine, so that files in its arguments must be there.
+        job: The job; for a sweep, its first points are checked.
+        here: Whether the job runs on this machine, so that files in its arguments must exist.
     """
     folder = Path(job.workdir or ".")
     if job.module != _MODULE or "PYTHONPATH" in job.env or not folder.is_dir():
@@ -55,12 +55,12 @@ def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
 
 
 def proof_problems(job: JobSpec) -> Iterator[Problem]:
-    """Yield why a job that starts `train` would train something else than one process does.
+    """Yield why a job that starts `train` would train differently from one process.
 
-    Ranks are started on the CPUs of this machine, as many as the job has. They run the job's task.
+    The job's number of ranks is started on the CPUs of this machine, with the job's task.
 
     Args:
-        job: The job; of a sweep, its first point is proved.
+        job: The job; for a sweep, its first point is checked.
     """
     need = job.resources
     ranks = need.max_nodes * need.nproc_per_node
@@ -106,8 +106,8 @@ def proof_problems(job: JobSpec) -> Iterator[Problem]:
 
 
 def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:
-    """Return the problems of each command line; none where there is no answer."""
-    # -P: nothing of the folder is imported, which may be anybody's.
+    """Return the problems of each command line; empty without an answer."""
+    # -P: nothing is imported from the folder, which is untrusted.
     argv = [sys.executable, "-P", "-m", f"{_MODULE}.cli.check"]
     try:
         done = subprocess.run(

@@ -1,10 +1,10 @@
 """From a job and a profile to a launch plan: every decision, as plain values.
 
-Pure: no clock, environment, network or scheduler. What cannot work is refused here, with the
-arithmetic in the message; templates only place these values.
+Pure: no clock, environment, network or scheduler. Planning refuses a job that cannot work, with the
+arithmetic in the message; templates only insert these values.
 """
 
-from __future__ import annotations  # naming a plan must not import it
+from __future__ import annotations  # an annotation must not import a plan
 
 from typing import TYPE_CHECKING, overload
 
@@ -38,10 +38,10 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = ...) -> Launc
 def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> LaunchPlan:
     """Decide how `job` runs on the site of `profile`.
 
-    Kubernetes must know the name of the run; by default it is the job's.
+    Kubernetes needs the name of the run; the default derives from the job's name and digest.
 
     Raises:
-        PlanError: Every reason why this job cannot work there.
+        PlanError: The job cannot work on this site; the message lists every reason.
     """
     name = run_name or job.name
     if problems := list(refusals(job, profile, run_name=name)):
@@ -61,5 +61,5 @@ def plan(job: JobSpec, profile: Profile, *, run_name: str | None = None) -> Laun
         return slurm_plan(job, profile)
     from toolkit.planning.kubernetes import kubernetes_plan
 
-    # Without a name, the digest makes the name: equal jobs get one name, others another.
+    # The digest makes the default name: equal jobs get equal names, different jobs do not.
     return kubernetes_plan(job, profile, name, run_name or f"{job.name}-{job.digest}")

@@ -1,4 +1,4 @@
-"""What `toolkit check` finds in a job's arguments: what is easily meant otherwise."""
+"""Checks of a job's arguments for likely mistakes (`toolkit check`)."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from toolkit.job.types import RUN_VALUE
 from toolkit.planning.plans import refusal
 
 _VARIABLE = re.compile(r"(?<!\$)\$(?:([A-Z_][A-Z0-9_]*)(?![a-z])|\{([A-Z_][A-Z0-9_]*)\})")
-"""A name in capitals, as environment variables have: `$HOME`, not `$x`."""
+"""An environment variable with a name in capitals: `$HOME`, not `$x`."""
 
 _FOLDER = re.compile(r"--(out|output|.*dir|.*directory)", re.IGNORECASE)
 _OUTPUT = re.compile(r"--(out|save|ckpt|checkpoint).*", re.IGNORECASE)
@@ -18,14 +18,14 @@ _INPUT = re.compile(
     "data|input|cache|train|val|test|image|source|src|load|resume|from|pretrained|tokenizer",
     re.IGNORECASE,
 )
-"""In the name of an option: what it names is read."""
+"""Parts of option names that suggest an input."""
 
 _ELSEWHERE = re.compile(r"[-/~$].*|.*://.*|[-+0-9.eE]*", re.DOTALL)
 """An absolute path, a URL or a variable, another option or a number."""
 
 
 def argument_problems(job: JobSpec) -> Iterator[Problem]:
-    """Yield what is easily meant otherwise in the arguments of a job."""
+    """Yield the likely mistakes in the arguments of a job."""
     is_shell = "-c" in (job.command or ())
     for at, (before, word) in enumerate(pairwise(("", *job.args))):
         match = _VARIABLE.search(RUN_VALUE.sub("", word))

@@ -1,9 +1,9 @@
-"""What cannot work: every reason why a job does not fit a site, with the arithmetic.
+"""Compatibility checks: every reason why a job does not fit a site, with the arithmetic.
 
-Pure, like planning, which calls this first.
+Pure, like planning, which calls these checks first.
 """
 
-from __future__ import annotations  # naming a profile must not import it
+from __future__ import annotations  # an annotation must not import a profile
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from toolkit.profile import Profile, SlurmProfile
 
 _WORKERS_MAX = 4096
-"""Workers on one machine: more than any has processors for, and few enough to be started."""
+"""Maximum number of workers on one machine: above any processor count, but still startable."""
 
 SHELL_VARIABLES = (
     "_|BASH.*|CDPATH|COLUMNS|COMP_.*|COMPREPLY|COPROC|DIRSTACK|ENV|EPOCH.*|EUID|EXECIGNORE|FIGNORE"
@@ -37,12 +37,12 @@ SHELL_VARIABLES = (
     "|READLINE_.*|REPLY|SECONDS|SHELL(OPTS)?|SHLVL|SRANDOM|TERM|SRUN_.*|SBATCH_.*|TIMEFORMAT|TMOUT|TMPDIR"
     "|UID|USER|LOGNAME"
 )
-"""Names that mean something to bash (its manual, "Shell Variables"), to the loader of programs, to
-Python or to Slurm's commands. bash takes the value of some for arithmetic and prints part of it."""
+"""Names with a meaning for bash (its manual, "Shell Variables"), the dynamic loader, Python or
+Slurm's commands. bash evaluates the values of some as arithmetic and prints part of them."""
 
 
 def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Problem]:
-    """Yield why `job` cannot work with `profile`, each reason in a sentence."""
+    """Yield the reasons why `job` cannot work with `profile`."""
     if job.points:
         yield from _sweep_problems(job, profile)
         yield from _problems_of_points(job, profile, run_name=run_name)
@@ -125,7 +125,7 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
 
 
 def _without_supervisor(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]:
-    """Yield what a batch script cannot do whose torchruns have no supervisor."""
+    """Yield the job's requests that need a supervisor, for a batch script without one."""
     asked: list[tuple[bool, str, tuple[str, ...]]] = [
         (job.resources.elastic, "nnodes with min and max", ("resources", "nnodes")),
         (bool(job.stall_timeout_s), "stall_timeout", ("stall_timeout",)),
@@ -203,7 +203,7 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
 
 
 def _problems_of_points(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Problem]:
-    """Yield the reasons of all points; a reason that all points share is reported once."""
+    """Yield the reasons of all points; a reason shared by all points is reported once."""
     points_by_reason: dict[Problem, list[int]] = {}
     longest = f"{run_name}-{job.points[-1].index}"
     for point in job.points:
@@ -211,14 +211,14 @@ def _problems_of_points(job: JobSpec, profile: Profile, *, run_name: str) -> Ite
             points_by_reason.setdefault(reason, []).append(point.index)
     for reason, points in points_by_reason.items():
         if len(points) < len(job.points):
-            # By its number, since its name may hold a secret.
+            # Named by number, since its name may contain a secret.
             which = f"point {points[0]}{f' and {len(points) - 1} more' if points[1:] else ''}"
             reason = replace(reason, message=f"{which}: {reason.message}", key=("sweep",))
         yield reason
 
 
 def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
-    """Compare the needs of a node with its resources."""
+    """Compare the requirements of a node with its resources."""
     need, node = job.resources, profile.node
     gpus, workers = need.gpus_per_node, need.nproc_per_node
     has = f"the {node.gpus} GPUs per node of profile {profile.name!r}"
@@ -285,10 +285,10 @@ def _mount_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
 
 
 def _overwritten_secrets(job: JobSpec) -> Iterator[Problem]:
-    """Yield the problems of secrets that a script would overwrite or interpret.
+    """Yield problems with secrets that a script would overwrite or interpret.
 
-    A secret is exported before the script begins, so the script would work with its value. The
-    variables of `env` are no such danger: the script gives them to torchrun alone.
+    Secrets are exported before the script starts, so the script would use their values. The
+    variables of `env` are safe: the script passes them only to torchrun.
     """
     for name in job.secrets:
         if re.fullmatch(SCRIPT_VARIABLES, name):

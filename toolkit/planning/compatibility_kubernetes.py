@@ -1,4 +1,4 @@
-"""Why a job cannot run on Kubernetes: fields that its kind of object lacks, and limits of pods."""
+"""Kubernetes compatibility checks: fields missing in a kind of object, and limits of pods."""
 
 import re
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from toolkit.planning.pods import payload_dir_of, workload_of
 from toolkit.profile import KubernetesProfile
 
 NAME_MAX = 63
-"""Names of pods are host names, too (RFC 1035)."""
+"""Maximum length of a pod name, which is also a host name (RFC 1035)."""
 
 ENTRYPOINT_VARIABLES = ("JOB_COMPLETION_INDEX", "HOSTNAME", "IFS")
-"""Variables that the supervisor of the pods reads, and that neither secrets nor `env` may set."""
+"""Variables that the pods' supervisor reads; neither secrets nor `env` may set them."""
 
 TRAINJOB_ITEMS_MAX = 128
-"""How many arguments and how many variables a TrainJob takes (its CustomResourceDefinition,
+"""Maximum number of arguments, and of variables, in a TrainJob (its CustomResourceDefinition,
 Trainer 2.3)."""
 
 OWN_WORDS = 9 + 16
-"""Arguments that a rendered manifest puts before the job's own, at most: torchrun's and the
+"""Maximum number of arguments before the job's own in a rendered manifest: torchrun's and the
 supervisor's, without one for each variable of torchrun."""
 
 _LONGEST_POD: dict[Workload, str] = {
@@ -30,11 +30,11 @@ _LONGEST_POD: dict[Workload, str] = {
     "JobSet": "{name}-node-0-{last}-xxxxx",
     "Job": "{name}-{last}-xxxxx",
 }
-"""The name of the last pod, as controllers make it."""
+"""The controllers' name for the last pod, by kind of object."""
 
 _LEVELS = {"path": ("privileged",), "nfs": ("privileged", "baseline")}
-"""Levels of Pod Security that allow a kind of volume; all allow the others (Pod Security
-Standards: hostPath, volume types)."""
+"""Pod Security levels that allow a kind of volume; every level allows the other kinds (Pod
+Security Standards: hostPath, volume types)."""
 
 _NO_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
 
@@ -91,7 +91,7 @@ def kubernetes_problems(
 def _overwritten_variables(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
     """Yield the variables and secrets that the supervisor would overwrite or interpret.
 
-    Unlike a script, the supervisor finds those of `env` in its own environment, too.
+    Unlike a script, the supervisor also sees the variables of `env` in its environment.
     """
     for key, names, taken in (
         ("secrets", job.secrets, (*ENTRYPOINT_VARIABLES, "PATH")),
@@ -107,7 +107,7 @@ def _overwritten_variables(job: JobSpec, profile: KubernetesProfile) -> Iterator
 
 
 def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Problem]:
-    """Return what neither a TrainJob nor its runtimePatches have a field for (Trainer 2.3)."""
+    """Yield the options without a field in a TrainJob or its runtimePatches (Trainer 2.3)."""
     site = f" of profile {profile.name!r}"
     for key, given, whose in (
         ("host_network", profile.host_network, site),
@@ -128,7 +128,7 @@ def _beyond_trainjob(job: JobSpec, profile: KubernetesProfile) -> Iterator[Probl
                 "`workload: JobSet`",
                 *(("workdir",) if key == "workdir" else ()),
             )
-    # The run directory and the started pods; submitted files bring two more.
+    # The run directory and the started pods; submitted files add two more.
     own = 4 if payload_dir_of(job) else 2
     names = {*environment(job, profile), *job.secrets}
     if (count := own + sum(not name.startswith("PET_") for name in names)) > TRAINJOB_ITEMS_MAX:
@@ -199,7 +199,7 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
 
 
 def name_problems(job: JobSpec, kind: Workload, run_name: str) -> Iterator[Problem]:
-    """Yield the problem of a run's name: that of its last pod is too long."""
+    """Yield a problem if the run's name makes the name of its last pod too long."""
     longest = _LONGEST_POD[kind].format(name=run_name, last=job.resources.max_nodes - 1)
     if len(longest) > NAME_MAX:
         yield refusal(

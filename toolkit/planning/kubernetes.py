@@ -13,28 +13,28 @@ from toolkit.planning.compatibility_kubernetes import name_problems
 from toolkit.profile.kubernetes import KubernetesProfile, block_of
 
 STARTED = "TRAIN_START"
-"""The variable by which the supervisor of pods distinguishes the starts of all of them."""
+"""The variable by which the supervisor distinguishes the starts of all pods."""
 
 PORT = 29500
-"""The port of the rendezvous; each pod has a network namespace of its own."""
+"""The port of the rendezvous; each pod has a separate network namespace."""
 
 _OPERATORS_PORT = 23456
 """The port that the Training Operator declares in the pods of a PyTorchJob and its Services."""
 
 _INDEX_LABEL = "training.kubeflow.org/replica-index"
-"""The label of the pods of a PyTorchJob with their number."""
+"""The label with the index of a PyTorchJob's pod."""
 
 LOST_PODS = 4
-"""How often a pod of a Job or JobSet may be lost without a failure of its own (node, eviction,
-preemption), unless `retries.preemptions` says so; the supervisor counts failures. Each replacement
-waits twice as long as the one before, 10 s at first (Kubernetes, pod backoff failure policy), also
-those that only end a run that has failed for good."""
+"""Default of `retries.preemptions` for a Job or JobSet: how often a pod may be lost (node failure,
+eviction, preemption). The supervisor counts failures. Each replacement waits twice as long as the
+previous one, 10 s at first (Kubernetes, pod backoff failure policy), also if it only ends a
+permanently failed run."""
 
 _INDEX = "JOB_COMPLETION_INDEX"
-"""The variable with the number of a pod, as Kubernetes sets it in Indexed Jobs."""
+"""The variable with the index of a pod, set by Kubernetes in Indexed Jobs."""
 
 _START = "batch.kubernetes.io/controller-uid"
-"""The label of pods that names the Job they belong to."""
+"""The pod label with the uid of the Job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +48,24 @@ class KubernetesPlan(plans.LaunchPlan):
 
     pod: pods.Pod
     container: str
-    """The name of the pods' container, by which the operators find it."""
+    """The name of the pods' container; the operators find it by this name."""
 
     image: str
     labels: Mapping[str, str]
-    """Labels of everything that belongs to the run."""
+    """Labels of all objects of the run."""
 
     workload_labels: Mapping[str, str]
-    """Labels of the object, with those of a queue."""
+    """Labels of the workload, including those of a queue."""
 
     restart_policy: str = "Never"
-    """PyTorchJob: what follows when a pod has failed."""
+    """PyTorchJob: the restart policy for failed pods."""
 
     replicas: Mapping[str, int] | None = None
     """PyTorchJob: pods by role."""
 
     backoff_limit: int | None = None
-    """PyTorchJob: container restarts over all pods before it has failed; Job and JobSet: how often
-    a pod is replaced."""
+    """PyTorchJob: container restarts over all pods before it fails; Job and JobSet: how often a
+    pod is replaced."""
 
     rdzv_endpoint: str | None = None
     """`HOST:PORT` of the rendezvous; None if the operator sets the address of its Master."""
@@ -74,14 +74,14 @@ class KubernetesPlan(plans.LaunchPlan):
     """How long pods wait for each other."""
 
     host_port: int | None = None
-    """The port that each pod takes of its node, so that no two runs meet on one; None without
-    `host_network`, and where the operator declares it."""
+    """The host port of each pod, so that two runs cannot collide on a node; None without
+    `host_network`, or if the operator declares the port."""
 
     egress: Sequence[Mapping[str, Any]] = ()
-    """Networks that the pods may reach, as a NetworkPolicy has them: `ipBlock`."""
+    """Networks that the pods may reach, as `ipBlock` entries of a NetworkPolicy."""
 
     subdomain: str | None = None
-    """The Service that gives the pods of a Job their names."""
+    """The Service that provides the host names of a Job's pods."""
 
     pod_restart_policy: str | None = None
     """The pods' `restartPolicy`; None if the operator sets it."""
@@ -90,12 +90,12 @@ class KubernetesPlan(plans.LaunchPlan):
     """Variables that the supervisor sets, since the operator reserves their names."""
 
     from_labels: Mapping[str, str] = field(default_factory=dict)
-    """Variables whose value is a label of the pod, and that label."""
+    """Variables with the value of a pod label, and that label."""
 
     parts: tuple["KubernetesPlan", ...] = ()
-    """Their plans, in their order; none without a sweep."""
+    """The plans of the points, in order; empty without a sweep."""
 
-    # The keys of the profile that templates see.
+    # The profile keys that templates can read.
     namespace = property(attrgetter("profile.namespace"))
     ttl_s = property(attrgetter("profile.ttl_s"))
     image_pull_policy = property(attrgetter("profile.image_pull_policy"))
@@ -105,12 +105,12 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def template(self) -> str:
-        """The template that is filled in with this plan, below `templates/`."""
+        """The template of this plan, below `templates/`."""
         return f"kubernetes/{self.workload.lower()}.yaml.j2"
 
     @property
     def pods_selected(self) -> dict[str, str]:
-        """The labels by which the NetworkPolicy and the Service select the pods of the run."""
+        """The labels that select the run's pods in its NetworkPolicy and Service."""
         return pods.pods_selected(self.workload, self.run_name)
 
     @property
@@ -119,9 +119,9 @@ class KubernetesPlan(plans.LaunchPlan):
         return self.parts or (self,)
 
     def named(self, name: str) -> "KubernetesPlan":
-        """Return this plan for a run of another name, with a run directory of that name.
+        """Return this plan for a run with another name, and a run directory of that name.
 
-        Everything else is unchanged, including the caller's own changes. The points of a sweep are
+        Everything else is unchanged, including the caller's changes. The points of a sweep are
         named after it.
 
         Raises:
@@ -136,7 +136,7 @@ class KubernetesPlan(plans.LaunchPlan):
             part._named(part.run_name, f"{name}-{point.index}", f"{name}/{point.name}", name)
             for part, point in zip(self.parts, self.points, strict=True)
         )
-        # All but the name of a sweep's own plan is its first point's.
+        # The plan of a sweep equals that of its first point, except for the name.
         first = self.parts[0].run_name
         whole = self._named(first, parts[0].run_name, f"{name}/{self.points[0].name}", name)
         return replace(whole, run_name=name, parts=parts)
@@ -144,7 +144,7 @@ class KubernetesPlan(plans.LaunchPlan):
     def _named(
         self, before: str, name: str, folder: str, sweep_name: str | None = None
     ) -> "KubernetesPlan":
-        """Replace the name `before` in every value that was derived from it."""
+        """Replace the name `before` in every value derived from it."""
         old, new = (
             pods.first_pod(self.workload, one, self.profile.service) for one in (before, name)
         )
@@ -173,17 +173,17 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def replaces_pods(self) -> bool:
-        """Whether pods are replaced whatever they have ended with, as those of a lost node are.
+        """Whether pods are replaced regardless of their exit code, like those of a lost node.
 
-        The operator of a PyTorchJob decides by exit statuses, and needs no other sign.
+        The operator of a PyTorchJob decides by exit codes alone.
         """
         return self.workload != "PyTorchJob" and self.keeps_runs
 
     @property
     def ends_by_mark(self) -> bool:
-        """Whether a pod that has failed for good tells the others by a mark in the run directory.
+        """Whether a permanently failed pod ends the others by a mark in the run directory.
 
-        Otherwise the operator of a PyTorchJob would delete them, with their logs.
+        Without the mark, the operator of a PyTorchJob would delete them, with their logs.
         """
         return self.replaces_pods or (self.max_nodes > 1 and self.keeps_runs)
 
@@ -194,7 +194,7 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def supervisor(self) -> str | None:
-        """The file with the supervisor, in the pods; None where the toolkit is installed there."""
+        """The supervisor's file in the pods; None if the toolkit is installed in the image."""
         place = self.profile.supervisor
         if place == "carried":
             return f"{pods.SUPERVISOR}/supervisor.pyz"
@@ -202,12 +202,12 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def carries_supervisor(self) -> bool:
-        """Whether a ConfigMap of the run holds the supervisor."""
+        """Whether a ConfigMap of the run contains the supervisor."""
         return self.profile.supervisor == "carried"
 
     @property
     def own_service(self) -> bool:
-        """Whether the run brings the Service that names the pods of a Job."""
+        """Whether the run creates the Service for the host names of a Job's pods."""
         return self.workload == "Job" and self.profile.service is None
 
     @property
@@ -217,12 +217,12 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def payload_dir(self) -> str | None:
-        """The folder in which pods find the run's submitted files; None without such files."""
+        """The folder of the submitted files in the pods; None without such files."""
         return pods.payload_dir_of(self.job)
 
     @property
     def entry(self) -> tuple[str, ...]:
-        """What torchrun starts, and its arguments."""
+        """The program that torchrun starts, and its arguments."""
         if (folder := self.payload_dir) is None or self.job.script is None:
             return self.job.entry
         program = f"{folder}/{self.job.script.rpartition('/')[2]}"
@@ -230,7 +230,7 @@ class KubernetesPlan(plans.LaunchPlan):
 
     @property
     def patches(self) -> tuple[tuple[str, str, Patch], ...]:
-        """Changes of rendered objects: the place of each, the object's kind and the change."""
+        """Patches of rendered objects: the location of each, the object's kind and the patch."""
         site, job = f"profile {self.profile.name!r}", f"job {self.job.name!r}: kubernetes"
         return tuple(
             (f"{whose}.patches[{at}]", patch.kind or self.workload, patch)
@@ -244,8 +244,8 @@ def kubernetes_plan(
 ) -> KubernetesPlan:
     """Decide how a job runs on a Kubernetes cluster.
 
-    `run_name` names the object, `folder` the run directory. The objects of a sweep's points have
-    their number after the name, and their run directories lie in the folder.
+    `run_name` names the object, `folder` the run directory. For the points of a sweep, the object
+    names end with the point's number, and the run directories are in the folder.
     """
     if not job.points:
         return _plan(job, profile, run_name, folder)
@@ -272,7 +272,7 @@ def kubernetes_plan(
 
 
 def with_checksums(plan: KubernetesPlan, checksums: str) -> KubernetesPlan:
-    """Return a plan whose pods check their submitted files; `sha256sum -c` reads the checksums."""
+    """Return a plan with `sha256sum -c` checksums, by which the pods verify submitted files."""
     env = {**plan.env, "TRAIN_SUBMITTED_SHA256": checksums}
     return replace(plan, env=env, parts=tuple(with_checksums(p, checksums) for p in plan.parts))
 
@@ -329,11 +329,11 @@ def _plan(
 
 
 def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
-    """Add what the Training Operator needs.
+    """Add the values for the Training Operator.
 
-    With an `elasticPolicy` the operator would end the job, and delete the other pods with their
-    logs, when the first worker has succeeded. Without one all Workers must succeed (Training
-    Operator 1.9), so torchrun gets the rendezvous as options.
+    With an `elasticPolicy`, the operator would end the job when the first worker has succeeded, and
+    delete the other pods with their logs. Without one, all Workers must succeed (Training Operator
+    1.9), so torchrun gets the rendezvous as options.
     """
     job, nodes = plan.job, plan.job.resources.max_nodes
     roles = {"Worker": nodes}
@@ -341,22 +341,22 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
         roles = {"Master": 1} | ({"Worker": nodes - 1} if nodes > 1 else {})
     policy, limit = "Never", None
     if job.retries.requeue and plan.profile.runs_claim:
-        # Statuses from 128 on are tried again, others are final, and no limit counts: the
-        # supervisor does, in the run directory.
+        # The operator retries exit codes from 128 on, without a limit, and others are final: the
+        # supervisor counts, in the run directory.
         policy = "ExitCode"
     elif job.retries.requeue:
-        # The operator adds up the restarts of all pods, and one incident restarts each of them.
+        # The operator sums the restarts of all pods, and one incident restarts every pod.
         policy, limit = "OnFailure", job.retries.requeue * nodes + 1
     endpoint = f"{pods.first_pod('PyTorchJob', plan.run_name, None)}:{_OPERATORS_PORT}"
     if plan.profile.master:
-        # An option would win over the operator's variables.
+        # An option would override the operator's variables.
         nproc = f"--nproc-per-node={job.resources.nproc_per_node}"
         torchrun = (nproc, "--tee=3", *plans.carried_options(job))
     else:
         torchrun = _meeting_at(endpoint, plan)
     return replace(
         plan,
-        # The pods of successive PyTorchJobs of one name have the same labels.
+        # The pods of successive PyTorchJobs with the same name have the same labels.
         env={**plan.env, STARTED: plan.run_name},
         torchrun=torchrun,
         rdzv_endpoint=None if plan.profile.master else endpoint,
@@ -368,13 +368,13 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
 
 
 def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
-    """Add what Indexed Jobs need, alone, in a JobSet, or in the JobSet of a TrainJob."""
+    """Add the values for Indexed Jobs: alone, in a JobSet, or in the JobSet of a TrainJob."""
     job, name = plan.job, plan.run_name
     service = plan.profile.service or name
     first = pods.first_pod(plan.workload, name, plan.profile.service)
     spare = job.retries.preemptions if job.retries.preemptions is not None else LOST_PODS
     in_jobset = plan.workload != "Job"
-    # Trainer refuses variables of torchrun in a TrainJob, whose names are its to use.
+    # Trainer reserves torchrun's variables, and refuses them in a TrainJob.
     kept_back = [n for n in plan.env if plan.workload == "TrainJob" and n.startswith("PET_")]
     return replace(
         plan,
@@ -391,7 +391,7 @@ def _of_indexed_pods(plan: KubernetesPlan) -> KubernetesPlan:
 
 
 def _meeting_at(endpoint: str, plan: KubernetesPlan) -> tuple[str, ...]:
-    """Return torchrun's options for a rendezvous by c10d on the first pod."""
+    """Return torchrun's options for a c10d rendezvous on the first pod."""
     return (
         *plans.torchrun_options(plan.job),
         f"--rdzv-endpoint={endpoint}",
@@ -401,7 +401,7 @@ def _meeting_at(endpoint: str, plan: KubernetesPlan) -> tuple[str, ...]:
 
 
 def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
-    """Return what the user should know: data that will be lost, and loosened security."""
+    """Return notes for the user: data that will be lost, and relaxed security."""
     name, notes = profile.name, []
     if profile.runs_claim is None:
         notes.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")

@@ -1,4 +1,4 @@
-"""Decisions for this machine: N torchruns stand for N nodes."""
+"""Decisions for this machine: N torchruns simulate N nodes."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,23 @@ from toolkit.profile import LocalProfile
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan(LaunchPlan):
-    """N torchrun agents on this machine stand for N nodes."""
+    """N torchrun agents on this machine simulate N nodes."""
 
     profile: LocalProfile
     template = "local/run.sh.j2"
 
     visible_devices: tuple[tuple[int, ...], ...]
-    """The GPUs of each node, counted over those of this machine, or those that the user may use."""
+    """The GPU indices of each node, among all GPUs here, or among those that the user may use."""
 
     ports: tuple[int, int] = RENDEZVOUS_PORTS
-    """First port that the rendezvous may use, and how many."""
+    """First port for the rendezvous, and the number of ports."""
 
     again_status: int | None = None
-    """The exit status by which another package's scheduler queues the script again."""
+    """The exit status on which another package's scheduler requeues the script."""
 
     @property
     def at_once(self) -> tuple[str, ...]:
-        """Options by which the points of a sweep share this machine."""
+        """Options for the points of a sweep to share this machine."""
         need, sweep = self.job.resources, self.job.sweep
         limit = [f"--most={sweep.max_running}"] if sweep and sweep.max_running else []
         gpus = [f"--gpus={need.max_nodes * self.gpus_per_node}"] if self.gpus_per_node else []
@@ -33,12 +33,12 @@ class LocalPlan(LaunchPlan):
 
     @property
     def watchdog(self) -> str:
-        """The watchdog's limit; a local script has a watchdog also without restarts."""
+        """The watchdog's limit; a local script has a watchdog even without restarts."""
         return super().watchdog or ("learned" if self.job.stall_timeout_s is None else "")
 
     @property
     def default_run_dir(self) -> str:
-        """The path of new run directories, without the id of the job at its end."""
+        """The path of new run directories, without the job id at its end."""
         return f"{self.profile.runs_dir}/{self.job.name}"
 
 

@@ -1,6 +1,6 @@
-"""What every kind of site needs of a plan: torchrun's options, the environment, margins of time."""
+"""The plan for any kind of site: torchrun's options, the environment, time margins."""
 
-from __future__ import annotations  # naming a profile must not import it
+from __future__ import annotations  # an annotation must not import a profile
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,41 +20,41 @@ RENDEZVOUS_TIMEOUT_S = 600
 """How long nodes wait for each other; starting 512 containers takes minutes."""
 
 RENDEZVOUS_PORTS = (61000, 4000)
-"""First port and how many: above Linux's ephemeral range, which ends at 60999."""
+"""First port and number of ports: above Linux's ephemeral range, which ends at 60999."""
 
 REQUEUE_MARGIN_S = 30
-"""What a script needs after the checkpoint: srun's end and the requeue call."""
+"""Seconds that a script needs after the checkpoint: srun's end and the requeue call."""
 
 OWN_FOLDERS = ("", "/dev", "/proc", "/sys")
-"""Folders of every container, which no mount may hide; the empty one is its root."""
+"""Folders of every container that no mount may hide; the empty one is its root."""
 
 SCRIPT_VARIABLES = "_[a-z].*"
-"""Names of the rendered scripts' own variables, which no job may use."""
+"""Names reserved for variables of the rendered scripts; no job may use them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What every launcher needs to know to start one torchrun per node."""
+    """The values that every launcher needs to start one torchrun per node."""
 
     job: JobSpec
     profile: Profile
     torchrun: tuple[str, ...]
-    """torchrun's options that are known before the job runs: on Kubernetes with the endpoint, which
-    on Slurm the script adds."""
+    """torchrun's options that are known before the job runs. On Kubernetes they include the
+    endpoint; on Slurm the script adds it."""
 
     env: Mapping[str, str]
     """The environment of every worker, by name."""
 
     secrets: Mapping[str, Secret | None]
-    """Secret variables, and where their values are found."""
+    """Secret variables, and the sources of their values."""
 
     notes: tuple[str, ...] = ()
     """Notes for the user that stop nothing."""
 
     points: tuple[Point, ...] = ()
-    """The points of a sweep: tasks of an array, objects, or runs on this machine."""
+    """The points of a sweep: array tasks, objects, or runs on this machine."""
 
-    # The keys of the job that templates see.
+    # The job keys that templates can read.
     name = property(attrgetter("job.name"))
     digest = property(attrgetter("job.digest"))
     program = property(attrgetter("job.program"))
@@ -72,13 +72,13 @@ class LaunchPlan:
 
     @property
     def notify(self) -> Notify | None:
-        """The receivers of notifications: the job's own, or those of the profile."""
+        """The recipients of notifications: the job's own, or those of the profile."""
         return notify_of(self.job, self.profile)
 
     def recorded(self, profile: Profile) -> dict[str, Any]:
-        """Return a profile as the record of a run holds it, with the job's own `notify`.
+        """Return a profile for the record of a run, with the job's own `notify`.
 
-        Keys without a value are left out: an older toolkit that does not know them reads the rest.
+        Keys without a value are omitted: an older toolkit without these keys can read the rest.
         """
         profile = profile.model_copy(update={"notify": self.notify})
         stored = profile.model_dump(mode="json", by_alias=True)
@@ -86,7 +86,7 @@ class LaunchPlan:
 
     @property
     def template(self) -> str:
-        """The template that is filled in with this plan, below `templates/`."""
+        """The template of this plan, below `templates/`."""
         raise NotImplementedError
 
     @property
@@ -96,37 +96,37 @@ class LaunchPlan:
 
     @property
     def patches(self) -> Sequence[tuple[str, str, Patch]]:
-        """Changes of rendered objects: the place of each, the object's kind and the change."""
+        """Patches of rendered objects: the location of each, the object's kind and the patch."""
         return ()
 
     @property
     def entry(self) -> tuple[str, ...]:
-        """What torchrun starts, and its arguments."""
+        """The program that torchrun starts, and its arguments."""
         return self.job.entry
 
     @property
     def mounted_sources(self) -> tuple[str, ...]:
-        """Folders that must exist where the script runs."""
+        """Folders that must exist on the node of the script."""
         return tuple(mount.source for mount in self.job.mounts)
 
     @property
     def secret_files(self) -> dict[str, str]:
-        """Secrets that the script reads from a file, and which."""
+        """Secrets that the script reads from a file, and the file of each."""
         return {name: place.file for name, place in self.secrets.items() if place and place.file}
 
     @property
     def exported_secrets(self) -> tuple[str, ...]:
-        """Secrets that come from the environment in which the script is submitted."""
+        """Secrets from the environment in which the script is submitted."""
         return tuple(name for name in self.secrets if name not in self.secret_files)
 
     @property
     def static(self) -> bool:
-        """Whether the rendezvous is static, by the nodes' numbers, rather than c10d."""
+        """Whether the rendezvous is static, by node rank, instead of c10d."""
         return "--rdzv-backend=static" in self.torchrun
 
     @property
     def names_attempt(self) -> bool:
-        """Whether an argument, of any point, names the attempt, which is known where it runs."""
+        """Whether an argument of any point contains the attempt, known only at run time."""
         words = (word for point in self.points for word in point.args)
         return name_attempt(self.entry) or name_attempt(words)
 
@@ -137,15 +137,15 @@ class LaunchPlan:
 
     @property
     def starts_once(self) -> bool:
-        """Whether nothing starts the ranks again: neither torchrun, nor Slurm, nor another job."""
+        """Whether nothing restarts the ranks: neither torchrun, nor Slurm, nor another job."""
         return not (self.retries.in_job or self.retries.requeue or self.takes_turns)
 
     @property
     def watchdog(self) -> str:
-        """How many seconds the watchdog lets the ranks be silent, or `learned`; empty without one.
+        """The watchdog's timeout for silent ranks in seconds, or `learned`; empty without one.
 
-        A script that starts its ranks once stays short: only `stall_timeout`, `log_pattern`, or a
-        notification of stalls, gives it a watchdog.
+        A script that starts its ranks once stays short: it has a watchdog only for `stall_timeout`,
+        `log_pattern`, or a notification of stalls.
         """
         timeout_s = self.job.stall_timeout_s
         if timeout_s is None:
@@ -155,7 +155,7 @@ class LaunchPlan:
 
     @property
     def protects_children(self) -> bool:
-        """Whether a rank's child processes outlive a stop until the rank has ended."""
+        """Whether a rank's child processes survive a stop until the rank has ended."""
         return self.job.stop.protect_children
 
     @property
@@ -165,12 +165,12 @@ class LaunchPlan:
 
     @property
     def log_pattern(self) -> str | None:
-        """What finds steps in the output of a rank; None if the job leaves that out."""
+        """The pattern that finds steps in the output of a rank; None if the job has none."""
         return self.job.log_pattern
 
     @property
     def stop_timeout_s(self) -> int:
-        """Seconds that a cancelled run may take to end by itself."""
+        """Seconds that a cancelled run has to end by itself."""
         return self.job.stop.grace_s + REQUEUE_MARGIN_S
 
     def in_turns(self) -> LaunchPlan:
@@ -191,20 +191,20 @@ class LaunchPlan:
 
 
 def is_told(notify: Notify | None, event: str) -> bool:
-    """Whether a receiver of notifications wants an event."""
+    """Whether a recipient of notifications subscribes to an event."""
     return notify is not None and event in notify.events
 
 
 def notify_of(job: JobSpec, profile: Profile) -> Notify | None:
-    """Return the receivers of notifications: the job's own, or those of the profile."""
+    """Return the recipients of notifications: the job's own, or those of the profile."""
     return job.notify or profile.notify
 
 
 def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]:
     """Return the options of torchrun that are the same on every node of every site.
 
-    If the site numbers the nodes, a job without restarts of its ranks has a static rendezvous: with
-    c10d, the first node polls only once a second for the last one (torch, dynamic_rendezvous.py).
+    If the site numbers the nodes, a job without restarts uses a static rendezvous: with c10d, the
+    first node polls only once a second for the last node (torch, dynamic_rendezvous.py).
     """
     need = job.resources
     static = numbered and not need.elastic and not job.retries.in_job
@@ -219,30 +219,30 @@ def torchrun_options(job: JobSpec, *, numbered: bool = False) -> tuple[str, ...]
 
 
 def name_attempt(words: Iterable[str]) -> bool:
-    """Whether any of a command's words names the attempt."""
+    """Whether any word of a command contains the attempt."""
     named = (word for word in words if isinstance(word, ArgumentWord))
     return any(name == "TRAIN_ATTEMPT" for word in named for _, name in word.pieces())
 
 
 def carried_options(job: JobSpec) -> tuple[str, ...]:
-    """Return the options for a script of the toolkit's own that is submitted with its run."""
-    # torchrun has imported torch already, which takes each worker seconds.
+    """Return torchrun's options for a script of the toolkit that is submitted with the run."""
+    # torchrun has already imported torch, which would take each worker seconds.
     return ("--start-method=fork", "--run-path") if job.carried else ()
 
 
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
-    """Return the environment of the workers; the job's own values win."""
+    """Return the environment of the workers; the job's values take precedence."""
     env = {
         # With one store for all attempts, attempt 1 reads the keys of attempt 0 and hangs.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # A worker's output is seen immediately; Python would buffer some kilobytes of it.
         "PYTHONUNBUFFERED": "1",
-        # As variables, since a torchrun that lacks an option ignores them.
+        # Variables instead of options: a torchrun without the option ignores them.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "PET_SHUTDOWN_TIMEOUT": str(job.stop.grace_s),
     }
     if in_container(profile):
-        # The root file system may be read-only, and the user has no home of its own there.
+        # The root file system may be read-only, and the user has no home folder there.
         env |= {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor"}
     # Each line begins with its rank.
     env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
@@ -267,5 +267,5 @@ def in_container(profile: Profile) -> bool:
 
 
 def refusal(rule: str, message: str, *key: str | int) -> Problem:
-    """Return the reason why a job cannot work at a site, with the path of the job's key."""
+    """Return the problem of a job that cannot work at a site, with the path of the job's key."""
     return Problem(rule=rule, message=message, key=key)

@@ -1,6 +1,6 @@
-"""The pods that a job becomes on Kubernetes: volumes, security, placement, as plain values. Pure.
+"""The pods of a job on Kubernetes: volumes, security, placement, as plain values. Pure.
 
-The values are those of a manifest; a key is left out if the cluster's default applies.
+The values are those of a manifest; a key is omitted if the cluster's default applies.
 """
 
 from collections.abc import Mapping
@@ -17,31 +17,31 @@ MANAGER = "torch-deploy-toolkit"
 """The field manager, and the value of `app.kubernetes.io/managed-by`."""
 
 RUN_LABEL = f"{MANAGER}/run"
-"""The label by which everything that belongs to a run is found."""
+"""The label of all objects of a run."""
 
 WORKLOAD_LABEL = f"{MANAGER}/workload"
-"""The label of pods that holds the kind of their workload: names are unique only within a kind."""
+"""The pod label with the kind of the workload: names are unique only within a kind."""
 
 SWEEP_LABEL = f"{MANAGER}/sweep"
-"""The label by which all points of a sweep are found."""
+"""The label of all points of a sweep."""
 
 POD_MARGIN_S = 15
-"""What torchrun needs after its workers are gone, before the kubelet kills the container."""
+"""Seconds for torchrun between the end of its workers and the kubelet's kill of the container."""
 
 _LOST = ("not-ready", "unreachable")
-"""The taints of a node whose kubelet is gone."""
+"""The taints of a node without a working kubelet."""
 
 _PAYLOAD = "submitted"
-"""The volume in which pods find the files that a run was submitted with."""
+"""The volume with the submitted files of a run."""
 
 SUPERVISOR = "/supervisor"
-"""The folder in which pods find the supervisor that a run carries."""
+"""The folder of a carried supervisor in the pods."""
 
 _GROUP_NAMES = {
     "volcano": ("annotations", "scheduling.k8s.io/group-name", "volcano"),
     "scheduler-plugins": ("labels", "scheduling.x-k8s.io/pod-group", "scheduler-plugins-scheduler"),
 }
-"""How pods name their PodGroup, and the name of the scheduler (manuals of both)."""
+"""How pods refer to their PodGroup, and the name of the scheduler (manuals of both)."""
 
 POD_GROUP_APIS = {
     "volcano": "scheduling.volcano.sh/v1beta1",
@@ -52,18 +52,18 @@ POD_GROUP_APIS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What all pods of a run have in common."""
+    """The common values of all pods of a run."""
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     requests: Mapping[str, str]
-    """Resources; requests and limits are the same, as those of device plugins must be."""
+    """Resources; requests equal limits, as device plugins require."""
 
     grace_s: int
     """`terminationGracePeriodSeconds`."""
 
     spec: Mapping[str, Any]
-    """More keys of the pod's spec: node selection, service account, network."""
+    """Other keys of the pod's spec: node selection, service account, network."""
 
     pod_security: Mapping[str, Any]
     """The pod's `securityContext`."""
@@ -75,12 +75,12 @@ class Pod:
     """The volumes: /tmp, /dev/shm, the run directories, and the mounts."""
 
     volume_mounts: tuple[Mapping[str, Any], ...]
-    """Where the container sees them."""
+    """The mount points of the volumes in the container."""
 
     def named(self, before: str, run_name: str, sweep_name: str | None = None) -> "Pod":
-        """Return the pods of a run of another name than `before`.
+        """Return the pods of a run, renamed from `before`.
 
-        The name of the sweep is None for a run that is not a point of one.
+        `sweep_name` is None for a run that is not a point of a sweep.
         """
         kind = self.labels[WORKLOAD_LABEL]
         named = {
@@ -103,7 +103,7 @@ class Pod:
 
 
 def companion_name(run_name: str, workload: str) -> str:
-    """Return the name of what a run brings along: names are unique only within a kind.
+    """Return the name of a run's companion objects: names are unique only within a kind.
 
     >>> companion_name("digits", "PyTorchJob")
     'digits-pytorchjob'
@@ -112,7 +112,7 @@ def companion_name(run_name: str, workload: str) -> str:
 
 
 def payload_dir_of(job: JobSpec) -> str | None:
-    """Return the folder in which pods find the run's submitted files; None without such files."""
+    """Return the folder of the submitted files in the pods; None without such files."""
     if job.script is None or not job.carried:
         return None
     folder = job.script.removeprefix(IN_RUN_DIR).rpartition("/")[0]
@@ -120,7 +120,7 @@ def payload_dir_of(job: JobSpec) -> str | None:
 
 
 def workload_of(job: JobSpec, profile: KubernetesProfile) -> Workload:
-    """Return the kind of object that a job becomes."""
+    """Return the kind of workload for a job."""
     return job.kubernetes.workload or profile.workload
 
 
@@ -166,7 +166,7 @@ def pod_of(
             "runAsUser": user,
             "runAsGroup": user,
             "fsGroup": user,
-            # A large volume is not walked through at every start to give it to the group.
+            # Without this policy, every start would change the group of all files of a volume.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -183,8 +183,8 @@ def pod_of(
 def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
     """Return the host name of the first pod, which the others connect to.
 
-    The service names the pods of a Job; it is None if each run brings its own. The Training
-    Operator makes a Service for each pod of a PyTorchJob.
+    The Service provides the host names of a Job's pods; it is None if each run creates one. The
+    Training Operator creates a Service for each pod of a PyTorchJob.
 
     >>> [first_pod(kind, "a", None) for kind in ("PyTorchJob", "JobSet", "Job")]
     ['a-worker-0', 'a-node-0-0.a', 'a-0.a']
@@ -197,7 +197,7 @@ def first_pod(workload: Workload, run_name: str, service: str | None) -> str:
 
 
 def pods_selected(workload: Workload, run_name: str) -> dict[str, str]:
-    """Return the labels by which the pods of a run, and no others, are selected."""
+    """Return the labels that select the pods of a run, and no others."""
     return {RUN_LABEL: run_name, WORKLOAD_LABEL: workload}
 
 
@@ -220,7 +220,7 @@ def labelled(value: Any, run_name: str, sweep_name: str | None) -> Any:
 
 
 def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[str, Any]:
-    """Return where the pods may run, and with whose rights."""
+    """Return the placement of the pods, and their service account."""
     spec: dict[str, Any] = {}
     if profile.service_account:
         spec["serviceAccountName"] = profile.service_account
@@ -229,7 +229,7 @@ def _placement(job: JobSpec, profile: KubernetesProfile, run_name: str) -> dict[
     if priority := job.kubernetes.priority_class or profile.priority_class:
         spec["priorityClassName"] = priority
     if profile.host_network:
-        # Without this policy such pods use the node's resolver, which does not resolve Services.
+        # Without this policy, such pods use the node's resolver, which cannot resolve Services.
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     if profile.node_selector:
         spec["nodeSelector"] = dict(profile.node_selector)
@@ -288,7 +288,7 @@ def _volumes(
 
 
 def volume_of(mount: Mount) -> dict[str, Any]:
-    """Return the volume that a mount's source stands for.
+    """Return the volume for the source of a mount.
 
     >>> volume_of(Mount(source="nfs:files:/data", target="/data"))
     {'nfs': {'server': 'files', 'path': '/data', 'readOnly': False}}
@@ -301,10 +301,10 @@ def volume_of(mount: Mount) -> dict[str, Any]:
         case "configmap":
             return {"configMap": {"name": mount.named}}
         case "secret":
-            # Group and owner only: fsGroup makes it readable to the container's user.
+            # Readable by owner and group: fsGroup gives the container's user access.
             return {"secret": {"secretName": mount.named, "defaultMode": 0o440}}
         case "nfs":
-            server, path = mount.named.split(":/", 1)  # IPv6 addresses hold colons, too
+            server, path = mount.named.split(":/", 1)  # IPv6 addresses also contain colons
             return {"nfs": {"server": server, "path": f"/{path}", "readOnly": mount.read_only}}
         case "empty":
             limit = {"sizeLimit": kubernetes_size(parse_size(mount.named))} if mount.named else {}

@@ -21,13 +21,13 @@ SIGNAL_SLACK_S = 60
 """Slurm may send the `--signal` warning up to this much early (sbatch manual, `--signal`)."""
 
 SIGNAL_MAX_S = 65535
-"""The earliest warning that sbatch takes (sbatch manual, `--signal`)."""
+"""The earliest warning that sbatch accepts (sbatch manual, `--signal`)."""
 
 _NOT_ITS_FILE = {"pyxis": (".tar", ".sif"), "apptainer": (), "podman": (".sif", ".sqsh")}
-"""Suffixes of image files that belong to another runtime."""
+"""Suffixes of image files for other runtimes."""
 
 _FILE = {"pyxis": "enroot import -o FILE.sqsh", "podman": "podman save -o FILE.tar"}
-"""The command that makes an image file for the runtime."""
+"""The command that creates an image file for the runtime."""
 
 _OPTIONS_OF_SCRIPT = {
     "pyxis": ("--container-image", "--container-workdir", "--container-mount-home"),
@@ -68,7 +68,7 @@ _STEP_VARIABLES = {
     "TRES_BIND": "tres-bind",
     "TRES_PER_TASK": "tres-per-task",
 }
-"""Options of sbatch that srun inherits, by the variable SLURM_… that sbatch sets for each."""
+"""Options of sbatch that srun inherits, by the SLURM_… variable that sbatch sets for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,13 @@ class SlurmPlan(plans.LaunchPlan):
     template = "slurm/train.sbatch.j2"
 
     sbatch: tuple[tuple[str, str | None], ...]
-    """Options of sbatch, in order."""
+    """The sbatch options, in order."""
 
     chain: bool = False
-    """Whether several jobs are submitted that continue the run in turn."""
+    """Whether several jobs are submitted, each continuing the run after the previous one."""
 
     ports: tuple[int, int] = plans.RENDEZVOUS_PORTS
-    """First port that the rendezvous may use, and how many."""
+    """First port for the rendezvous, and the number of ports."""
 
     join_timeout_s: int = plans.RENDEZVOUS_TIMEOUT_S
     """How long nodes wait for each other."""
@@ -94,12 +94,12 @@ class SlurmPlan(plans.LaunchPlan):
     """The container image as the site's runtime names it; None without containers."""
 
     mounts: tuple[str, ...] = ()
-    """What the container sees beside the run directory: `SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
+    """Mounts in addition to the run directory: `SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
 
     shm: str = "0"
-    """Size of the container's /dev/shm for podman; 0 is no limit of its own."""
+    """Size of the container's /dev/shm for podman; 0 means no separate limit."""
 
-    # The keys of the profile that the template sees.
+    # The profile keys that the template can read.
     runtime = property(attrgetter("profile.runtime"))
     modules = property(attrgetter("profile.modules"))
     prolog = property(attrgetter("profile.prolog"))
@@ -116,7 +116,7 @@ class SlurmPlan(plans.LaunchPlan):
         """Return this plan for a chain: several jobs that continue one run in turn.
 
         Raises:
-            PlanError: the script has no supervisor, which tells a run that has ended.
+            PlanError: the script has no supervisor, which detects that the run has ended.
         """
         if not self.supervised:
             raise PlanError(f"a chain needs a supervisor; profile {self.profile.name!r} has none")
@@ -124,13 +124,13 @@ class SlurmPlan(plans.LaunchPlan):
 
     @property
     def unrequested(self) -> tuple[str, ...]:
-        """The endings of SLURM_… for options that srun inherits and this job does not set."""
+        """The SLURM_… suffixes of options that srun inherits and this job does not set."""
         options = {name for name, _ in self.sbatch}
         return tuple(name for name, option in _STEP_VARIABLES.items() if option not in options)
 
     @property
     def image_file(self) -> str | None:
-        """The path of the image, which must exist where the script runs; None for a name."""
+        """The path of the image, which must exist on the node of the script; None for a name."""
         return self.image if self.image is not None and self.image.startswith("/") else None
 
     @property
@@ -140,7 +140,7 @@ class SlurmPlan(plans.LaunchPlan):
 
     @property
     def supervisor(self) -> str | None:
-        """The file with the supervisor; None where it is carried, or installed with the toolkit."""
+        """The supervisor's file; None if the script carries it, or if the toolkit is installed."""
         place = self.profile.supervisor
         return place if place.startswith("/") else None
 
@@ -151,7 +151,7 @@ class SlurmPlan(plans.LaunchPlan):
 
     @property
     def venv(self) -> str | None:
-        """The virtual environment that has torch."""
+        """The virtual environment with torch."""
         return None if self.profile.venv is None else self.profile.below(self.profile.venv)
 
     @property
@@ -165,12 +165,12 @@ class SlurmPlan(plans.LaunchPlan):
 
     @property
     def mounted_sources(self) -> tuple[str, ...]:
-        """Folders that must exist where the script runs."""
+        """Folders that must exist on the node of the script."""
         return tuple(mount.source for mount in (*self.profile.mounts, *self.job.mounts))
 
     @property
     def default_run_dir(self) -> str:
-        """The path of new run directories, without the id of the job at its end."""
+        """The path of new run directories, without the job id at its end."""
         return self.profile.below(f"{self.profile.runs_dir}/{self.job.name}")
 
 
@@ -197,7 +197,7 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
     memory = slurm_megabytes(-(-need.memory_bytes // shares)) if need.memory_bytes else None
     sbatch: list[tuple[str, str | None]] = [
         ("job-name", job.name),
-        # Slurm gives the fewest nodes of a range where --ntasks-per-node is given.
+        # With --ntasks-per-node, Slurm allocates the minimum of a node range.
         ("nodes", f"{need.min_nodes}-{need.max_nodes}" if need.elastic else str(need.max_nodes)),
         ("no-kill", "") if need.elastic else ("ntasks-per-node", "1"),
         ("cpus-per-task", str(need.cpus)),
@@ -244,12 +244,12 @@ def slurm_plan(job: JobSpec, profile: SlurmProfile) -> SlurmPlan:
 
 
 def warning_lead_s(job: JobSpec) -> int:
-    """Return how long before the time limit Slurm warns: the checkpoint and the requeue."""
+    """Return the lead time of Slurm's warning: time for the checkpoint and the requeue."""
     return job.stop.grace_s + plans.REQUEUE_MARGIN_S
 
 
 def array_of(indices: Iterable[int], sweep: Sweep) -> str:
-    """Return the tasks of a job array as sbatch takes them, in ranges, and how many run at a time.
+    """Return the value of `sbatch --array`: task ranges, and the limit of running tasks.
 
     >>> array_of([0, 1, 2, 7, 9, 10], Sweep.model_construct(max_running=8))
     '0-2,7,9-10%8'
@@ -268,10 +268,10 @@ def array_of(indices: Iterable[int], sweep: Sweep) -> str:
 
 
 def image_for(runtime: str, image: str) -> str:
-    """Return how a runtime writes an image; a path is a file that holds it.
+    """Return the name of an image for a runtime; a path names an image file.
 
-    Enroot, which pyxis uses, separates a registry from the name with `#` and takes a digest in the
-    place of a tag (enroot, src/docker.sh). An image with a transport of its own is unchanged.
+    Enroot, which pyxis uses, separates a registry from the name with `#` and takes a digest instead
+    of a tag (enroot, src/docker.sh). An image with an explicit transport is unchanged.
 
     >>> image_for("pyxis", "nvcr.io/nvidia/pytorch:25.01"), image_for("pyxis", "ubuntu:24.04")
     ('nvcr.io#nvidia/pytorch:25.01', 'ubuntu:24.04')
@@ -297,7 +297,7 @@ def image_for(runtime: str, image: str) -> str:
 
 
 def container_problems(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]:
-    """Yield why the site's runtime cannot run this job's container."""
+    """Yield the reasons why the site's runtime cannot run this job's container."""
     runtime, image = profile.runtime, job.image or ""
     image_problem = ""
     if image.startswith("localhost/") and runtime != "podman":
@@ -328,11 +328,11 @@ def container_problems(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]
 
 
 def _mount_problems(mount: Mount, runtime: str) -> Iterator[tuple[str, str]]:
-    """Yield the rule that a mount breaks, and how."""
+    """Yield the rules that a mount breaks, each with a message."""
     if mount.kind != "path":
         yield "mount-elsewhere", f"{mount.source!r} exists only on Kubernetes; write a path"
         return
-    # Pyxis writes them to a fstab as they are (NVIDIA/pyxis, issue 133).
+    # Pyxis writes these characters unescaped to an fstab (NVIDIA/pyxis, issue 133).
     for sign in ",: \t" if runtime == "pyxis" else ",:":
         if sign in mount.source + mount.target:
             reason = f"{runtime} takes no {sign!r} in a path; make a link without it"

@@ -1,7 +1,7 @@
-"""From a launch plan to the script or manifest, by Jinja templates.
+"""Renders a launch plan as a script or manifest, by Jinja templates.
 
-Pure: the same plan gives the same bytes. Templates place values. What is known only while a job
-runs (its nodes, how an attempt ended) is decided by the scripts themselves: templates/.
+Pure: the same plan gives the same bytes. Templates only insert values. The scripts themselves, in
+templates/, handle everything known only at run time (the nodes, how an attempt ended).
 """
 
 from collections.abc import Iterable
@@ -36,8 +36,8 @@ def render(plan: "LaunchPlan") -> str:
     """Return the script or manifest of a plan.
 
     Raises:
-        RenderError: a value that the format cannot hold, a template of the profile's
-            `templates_dir` that does not work, with its line, or a patch that does not apply.
+        RenderError: the format cannot represent a value, a template of the profile's
+            `templates_dir` fails (with its line), or a patch does not apply.
     """
     if plan.profile.kind not in launcher_plugins.BUILT_IN:
         return launcher_plugins.plugin(plan.profile.kind).render(plan)

@@ -1,4 +1,4 @@
-"""The Jinja environment of all templates, and the filters that every value passes."""
+"""The Jinja environment of all templates, and the filters for every value."""
 
 import contextlib
 import functools
@@ -20,9 +20,9 @@ from toolkit.text.control import CONTROL, printable, without_control
 from toolkit.text.own_files import user_folder
 
 YAML_WIDTH = 96
-"""The longest mapping or list that stays on one line of a manifest, in characters."""
+"""Maximum length of a mapping or list on one line of a manifest, in characters."""
 
-# A reader must see what a script holds before it is submitted.
+# A reader must be able to see the content of a script before its submission.
 _ANSI_C = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "'": r"\'", "\\": r"\\"}
 
 _YAML_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./=-]*")
@@ -39,12 +39,12 @@ def templates_folder() -> Path:
 
 
 def our_loader() -> jinja2.BaseLoader:
-    """Return where our own templates come from."""
+    """Return the loader of the toolkit's templates."""
     return jinja2.FileSystemLoader(templates_folder())
 
 
 class _BytecodeCache(jinja2.FileSystemBytecodeCache):
-    """Compiled templates in the user's cache folder: to compile them anew takes 0.06 s."""
+    """Compiled templates in the user's cache folder: compiling them takes 0.06 s."""
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         """Write a compiled template, if there is room for it."""
@@ -53,9 +53,10 @@ class _BytecodeCache(jinja2.FileSystemBytecodeCache):
 
 
 def _bytecode_cache() -> jinja2.BytecodeCache | None:
-    """Return the user's cache of compiled templates; None if others could write there.
+    """Return the user's cache of compiled templates; None if others could write to it.
 
-    Its files are executed. jinja2 compares them with the template's text and Python's version.
+    The cached files are executed. jinja2 checks them against the template's text and the Python
+    version.
     """
     folder = user_folder("CACHE") / f"jinja2-{jinja2.__version__}"
     try:
@@ -69,13 +70,13 @@ def _bytecode_cache() -> jinja2.BytecodeCache | None:
 
 @functools.cache
 def our_environment() -> jinja2.Environment:
-    """Return the environment of our own templates."""
+    """Return the Jinja environment of the toolkit's templates."""
     loader, cache = our_loader(), _bytecode_cache()
     return configured(jinja2.Environment, loader=loader, auto_reload=False, bytecode_cache=cache)
 
 
 def configured(environment_class: type[jinja2.Environment], **options: Any) -> jinja2.Environment:
-    """Return an environment for scripts and manifests, with the filters for their values."""
+    """Return a Jinja environment for scripts and manifests, with the filters for values."""
     environment = environment_class(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -102,9 +103,9 @@ def configured(environment_class: type[jinja2.Environment], **options: Any) -> j
 
 @functools.cache
 def page_environment() -> jinja2.Environment:
-    """Return where the templates of pages come from.
+    """Return the Jinja environment for HTML pages.
 
-    Every value is escaped for HTML, and shown without characters that are obeyed or not seen.
+    Every value is escaped for HTML, and shown without control and invisible characters.
     """
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_folder()),
@@ -117,7 +118,7 @@ def page_environment() -> jinja2.Environment:
 
 
 def template_text(name: str) -> str:
-    """Return a file of the templates folder as it is, such as the script of a page."""
+    """Return the text of a file in the templates folder, such as the script of a page."""
     environment = page_environment()
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
@@ -126,7 +127,7 @@ def template_text(name: str) -> str:
 # ---- Filters for bash, sbatch and Kubernetes
 
 _VARIABLES = {"TRAIN_RUN_DIR": "_run_dir", "TRAIN_ATTEMPT": "_attempt"}
-"""The scripts' own variables, which they have before they set those of the ranks."""
+"""The scripts' variables, which are set before those of the ranks."""
 
 
 def shell_quote(value: object) -> str:
@@ -135,7 +136,7 @@ def shell_quote(value: object) -> str:
     >>> print(shell_quote("plain"), shell_quote("it's $HOME"), shell_quote("two\nlines"))
     plain 'it'"'"'s $HOME' $'two\nlines'
 
-    What a word of `args` names of the run is a variable of the scripts:
+    A reference to the run in a word of `args` becomes a variable of the scripts:
 
     >>> print(shell_quote(ArgumentWord("--out=${TRAIN_RUN_DIR}/a b")))
     --out="$_run_dir"'/a b'
@@ -149,7 +150,7 @@ def shell_quote(value: object) -> str:
     text = str(value)
     if not _has_control(text):
         return shlex.quote(text)
-    # sbatch refuses scripts with CR LF in them, and a line of a value must not look like ours.
+    # sbatch refuses scripts with CR LF, and a line of a value must not look like script code.
     text = re.sub(r"[\n\r\t'\\]", lambda found: _ANSI_C[found[0]], text)
     return f"$'{without_control(text, _octal)}'"
 
@@ -161,7 +162,7 @@ def _has_control(text: str) -> bool:
 def _octal(character: str) -> str:
     """Return a character as bash reads it in every locale: by its bytes."""
     try:
-        content = character.encode(errors="surrogateescape")  # of a file's name
+        content = character.encode(errors="surrogateescape")  # from a file name
     except UnicodeError:
         content = character.encode(errors="surrogatepass")
     return "".join(f"\\{byte:03o}" for byte in content)
@@ -171,7 +172,7 @@ def sbatch_quote(value: object) -> str:
     """Quote the value of an `#SBATCH` option, which ends with its line.
 
     Raises:
-        RenderError: the value holds a control character.
+        RenderError: the value contains a control character.
     """
     text = str(value)
     if _has_control(text):
@@ -190,7 +191,7 @@ def path_quote(path: str) -> str:
 
 
 def entry_words(words: Iterable[str]) -> str:
-    r"""Quote what torchrun starts; paths in the run directory are resolved where the script runs.
+    r"""Quote the entry of torchrun; the script resolves paths in the run directory at run time.
 
     >>> entry_words(["-m", "train"]), entry_words(["$TRAIN_RUN_DIR/my file.py", "--x"])
     ('-m train', '"$_run_dir"/\'my file.py\' --x')
@@ -202,10 +203,10 @@ def entry_words(words: Iterable[str]) -> str:
 
 
 def shell_line(value: str) -> str:
-    """Return a line of bash that the user wrote, as it is.
+    """Return a line of bash from the user unchanged.
 
     Raises:
-        RenderError: it is more than a line.
+        RenderError: the value has more than one line.
     """
     if _has_control(value.replace("\t", " ")):
         raise RenderError(f"{value!r} holds a control character; write one line of bash per item")
@@ -213,9 +214,9 @@ def shell_line(value: str) -> str:
 
 
 def torchrun_literals(words: Sequence[str]) -> tuple[str, ...]:
-    """Return a program and arguments that torchrun's expansion turns into `words`.
+    """Escape a program and arguments so that torchrun's expansion yields `words`.
 
-    torchrun reads `$$` as `$` in all arguments, and puts a number in place of `${local_rank}`
+    torchrun reads `$$` as `$` in all arguments, and replaces `${local_rank}` with a number
     (`torch.distributed.elastic.utils.macros`). The name of a command is not expanded.
 
     >>> torchrun_literals(["-m", "train", "$$", "$HOME", "${local_rank}"])
@@ -232,16 +233,17 @@ def torchrun_literals(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def kubernetes_literal(value: str) -> str:
-    """Return a text that Kubernetes' `$(NAME)` expansion turns into `value`.
+    """Escape a text so that Kubernetes' `$(NAME)` expansion yields `value`.
 
-    The expansion reads `$$` as `$`, and copies one byte after any other `$`, which breaks longer
-    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if it would change
-    anything, every `$` is doubled.
+    The expansion reads `$$` as `$` and copies one byte after any other `$`, which breaks multi-byte
+    characters (k8s.io/kubernetes, third_party/forked/golang/expansion). So if the expansion would
+    change anything, every `$` is doubled.
 
     >>> kubernetes_literal("$HOME"), kubernetes_literal("$(date) $$ $x")
     ('$HOME', '$$(date) $$$$ $$x')
 
-    What a word of `args` names of the run is a variable of the pod, or left to the supervisor:
+    A reference to the run in a word of `args` becomes a variable of the pod, or is left to the
+    supervisor:
 
     >>> print(kubernetes_literal(ArgumentWord("$(x) $TRAIN_RUN_DIR/$TRAIN_ATTEMPT")))
     $$(x) $(TRAIN_RUN_DIR)/${TRAIN_ATTEMPT}
@@ -253,12 +255,12 @@ def kubernetes_literal(value: str) -> str:
     return value.replace("$", "$$") if changed else value
 
 
-# ---- Filters for YAML that every reader reads as the same value: a word is plain if it is one to
-# YAML 1.1 and to YAML 1.2; everything else is JSON, which is YAML.
+# ---- Filters for YAML that every parser reads as the same value: a word is plain if it is a string
+# in both YAML 1.1 and YAML 1.2; everything else is JSON, a subset of YAML.
 
 
 def json_quote(value: object) -> str:
-    r"""Return the value as JSON that every YAML reader reads as the same value.
+    r"""Return the value as JSON that every YAML parser reads as the same value.
 
     >>> print(json_quote({"a": ["no", "caf\u00e9"]}))
     {"a": ["no", "café"]}
@@ -303,7 +305,7 @@ def yaml_block(value: object, indent: int | None = None) -> str:
         then b
 
     Raises:
-        RenderError: no indent is given; a value of several lines would leave its place.
+        RenderError: no indent is given for a value of several lines.
     """
     if indent is None:
         raise RenderError(
@@ -324,7 +326,7 @@ def yaml_block(value: object, indent: int | None = None) -> str:
         lines = [f"{yaml_flow(key)}:{yaml_block(one, indent + 2)}" for key, one in value.items()]
     else:
         items = [yaml_block(item, indent + 2) for item in value]
-        # A mapping or list of several lines begins beside its dash.
+        # A mapping or list of several lines starts on the line of its dash.
         lines = ["- " + text.lstrip("\n ") if text[0] == "\n" else "-" + text for text in items]
     return "".join(f"\n{pad}{line}" for line in lines)
 

@@ -1,4 +1,4 @@
-"""Users' patches of rendered objects: JSON Patch, and strategic merge as Kubernetes has it.
+"""Users' patches of rendered objects: JSON Patch, and Kubernetes' strategic merge patch.
 
 Pure. A server supports strategic merge only for its own kinds; here it works for all kinds.
 """
@@ -30,24 +30,24 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "volumeMounts": ("mountPath",),
     "volumes": ("name",),
 }
-"""Lists whose entries are identified by a key (Kubernetes API, `patch-merge-key`; those of JobSet
-and TrainJob by their `x-kubernetes-list-map-keys`). All others are replaced as a whole."""
+"""Lists with a merge key (Kubernetes API, `patch-merge-key`; `x-kubernetes-list-map-keys` of JobSet
+and TrainJob). All other lists are replaced as a whole."""
 
 
 class _Unfit(Exception):
-    """A patch does not fit; the message names the place and the value."""
+    """A patch does not apply; the message names the location and the value."""
 
 
 def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
-    """Return a rendered manifest with changes; comments are lost but those of its head.
+    """Return a rendered manifest with patches applied; only the comments of its head remain.
 
     Args:
         text: The manifest, a stream of documents.
-        patches: Changes, each with its place, like `profile 'k8s': patches[0]`, and the kind of
-            the objects that it changes.
+        patches: Patches, each with its location, like `profile 'k8s': patches[0]`, and the kind
+            of the patched objects.
 
     Raises:
-        RenderError: a patch that does not apply, and why.
+        RenderError: a patch does not apply; the message has the reason.
     """
     documents = documents_of(text)
     for place, kind, patch in patches:
@@ -99,7 +99,7 @@ def _operated(document: dict[str, Any], operations: list[dict[str, Any]]) -> dic
         try:
             document = jsonpatch.JsonPatch([operation]).apply(document)
         except (jsonpatch.JsonPatchException, JsonPointerException, TypeError) as error:
-            message = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # all of the object
+            message = re.sub(r" in \{.*", "", str(error), flags=re.DOTALL)  # the whole object
             raise _Unfit(f"json[{at}] {json_quote(operation)} does not apply: {message}") from None
     if not isinstance(document, dict):
         raise _Unfit("json: nothing of the object is left")
@@ -166,7 +166,7 @@ def _merged_list(old: list[Any], patch: list[Any], path: str) -> list[Any]:
 
 
 def _added(value: Any, path: str) -> Any:
-    """Return a value of a patch that has no target, without nulls and directives."""
+    """Return a patch's value without a target, stripped of nulls and directives."""
     if isinstance(value, dict):
         _require_directive(value.get("$patch"), path)
         return {
@@ -189,7 +189,7 @@ def _kind(value: Any) -> str:
 
 
 def _thawed(value: Any) -> Any:
-    """Return a value with mappings and lists that may be changed."""
+    """Return a value with mutable mappings and lists."""
     if isinstance(value, Mapping):
         return {key: _thawed(entry) for key, entry in value.items()}
     return [_thawed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,8 +1,9 @@
-"""The supervisor as one file that scripts and manifests carry: a zip archive that Python executes.
+"""The supervisor as a single file in scripts and manifests: a zip archive that Python executes.
 
-The archive holds the modules of `toolkit/supervisor` that a place needs, without comments and
-docstrings, line by line as they are otherwise: tracebacks name the lines of the sources. All but
-its `__main__.py` are one table, compressed as a whole. The same sources give the same bytes.
+The archive contains the modules of `toolkit/supervisor` that a kind of site needs, without comments
+and docstrings. All other lines keep their numbers: tracebacks name the lines of the sources. All
+modules except `__main__.py` are in one table, compressed as a whole. The same sources give the same
+bytes.
 """
 
 import base64
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
     from toolkit.planning.plans import LaunchPlan
 
 FILE = "supervisor.pyz"
-"""Its name where it is mounted or unpacked."""
+"""File name of the mounted or unpacked archive."""
 
 MAIN, TABLE = "__main__.py", "sources.json.bz2"
-"""What it holds: the program that Python starts, `toolkit/supervisor/packed.py`, and all others."""
+"""Entries of the archive: the main program, `toolkit/supervisor/packed.py`, and other modules."""
 
 MOST_BYTES = 4 << 20
-"""Of a script or manifest that is read, and of the sources in it."""
+"""Maximum size of a script or manifest to read, and of the sources in it."""
 
 _CARRIED = re.compile(r"^(?P<before>.*?)(?P<base64>UEsD[A-Za-z0-9+/]{1000,}={0,2})$", re.MULTILINE)
-"""A zip archive in base64, which ends a line."""
+"""A zip archive in base64 at the end of a line."""
 
 _OURS = re.compile(r"supervisor(/[a-z_]+)+\.(py|sh)")
 
@@ -42,26 +43,26 @@ _COMMENT = re.compile(r'(?:^ *|  )#[^"\n]*$', re.MULTILINE)
 _DOCSTRING = re.compile(
     r'^(?P<indent> *)"""(?:[^"]|"(?!""))*"""$(?=(?P<more>\n+(?P=indent)(?=\S))?)', re.MULTILINE
 )
-"""In sources that ruff has formatted; a test compares what is left with Python's own parser."""
+"""A docstring in sources formatted by ruff; a test compares the result with Python's parser."""
 
 ROLES = {"slurm": ("batch", "node"), "kubernetes": ("pod",), "local": ("local",)}
-"""The roles that the supervisor has at each kind of site."""
+"""The supervisor's roles at each kind of site."""
 
 _ONLY = {"inside.sh": "slurm", "watchdog/trainer_status.py": "kubernetes"}
-"""What one kind of site alone needs: containers on Slurm, TrainJobs."""
+"""Files for only one kind of site: containers on Slurm, TrainJobs."""
 
 _FEATURES = {
     "log_pattern": ("watchdog/log_steps.py",),
     "warm": ("watchdog/rank_proxy.py", "watchdog/fork_server.py"),
 }
-"""What few jobs need, by the property of their plan."""
+"""Files for few jobs, by the plan's property."""
 
 
 class Payload:
-    """The supervisor as templates see it; it is packed when a template first needs it."""
+    """The supervisor for templates; packed at the first use by a template."""
 
     def __init__(self, kind: str, features: frozenset[str]) -> None:
-        """Prepare the supervisor for a kind of site and what a job needs."""
+        """Prepare the supervisor for a kind of site and the features of a job."""
         self._kind, self._features = kind, features
 
     @functools.cached_property
@@ -70,12 +71,12 @@ class Payload:
 
     @property
     def sha256(self) -> str:
-        """Of the archive, in hexadecimal digits."""
+        """SHA-256 of the archive, in hexadecimal digits."""
         return hashlib.sha256(self._archive).hexdigest()
 
     @property
     def base64(self) -> str:
-        """The archive, on one line."""
+        """The archive in base64, on one line."""
         return base64.b64encode(self._archive).decode()
 
 
@@ -84,20 +85,20 @@ class Carried(NamedTuple):
 
     sha256: str
     sources: Mapping[str, str]
-    """By path in the archive."""
+    """Source texts, by path in the archive."""
 
     is_ours: bool
-    """Whether it is that of this version of the toolkit, byte by byte."""
+    """Whether it equals this toolkit version's supervisor, byte by byte."""
 
 
 @functools.cache
 def payload(kind: str, features: frozenset[str]) -> Payload:
-    """Return the supervisor of this version of the toolkit for a kind of site."""
+    """Return this toolkit version's supervisor for a kind of site."""
     return Payload(kind, features)
 
 
 def payload_of(plan: "LaunchPlan") -> Payload:
-    """Return the supervisor that a plan needs."""
+    """Return the supervisor for a plan."""
     features = frozenset(name for name in _FEATURES if getattr(plan, name))
     return payload(plan.profile.kind, features)
 
@@ -122,8 +123,8 @@ def archive(kind: str, features: Collection[str] = ()) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as file:
         for name, content in {MAIN: _bare(folder / "packed.py").encode(), TABLE: table}.items():
-            # Always the same date and rights, so that only the sources decide; and stored as they
-            # are: the zlib of some distributions compresses to other bytes.
+            # Fixed date and permissions, so that the bytes depend only on the sources. Stored
+            # uncompressed: the zlib of some distributions gives different bytes.
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
             file.writestr(entry, content)
@@ -131,14 +132,14 @@ def archive(kind: str, features: Collection[str] = ()) -> bytes:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Whether it is an archive of this version."""
+    """Whether the content is an archive of this toolkit version."""
     needs = itertools.product((False, True), repeat=len(_FEATURES))
     wanted = [list(itertools.compress(_FEATURES, each)) for each in needs]
     return any(content == archive(kind, each) for each in wanted for kind in ROLES)
 
 
 def _imported(path: Path) -> Iterator[Path]:
-    """Yield the modules of the package that one of them imports."""
+    """Yield the modules of the package that a module imports."""
     for dots, module, names in _IMPORT.findall(path.read_text(encoding="utf-8")):
         folder = path.parents[len(dots) - 1].joinpath(*filter(None, module.split(".")))
         files = [folder.with_suffix(".py"), folder.parent / "__init__.py"]
@@ -148,7 +149,7 @@ def _imported(path: Path) -> Iterator[Path]:
 
 
 def _bare(path: Path) -> str:
-    """Return a source without comments and docstrings, and with the same number of lines."""
+    """Return a source without comments and docstrings, with the same number of lines."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         source = _COMMENT.sub("", _DOCSTRING.sub(_without, source))
@@ -161,7 +162,7 @@ def _without(docstring: "re.Match[str]") -> str:
 
 
 def folded(text: str) -> str:
-    """Return a script or manifest for people: a comment in place of the archive.
+    """Return a script or manifest for display: a comment replaces the archive.
 
     >>> folded("  supervisor.pyz: UEsD" + "A" * 2000)
     '  # supervisor.pyz: 2,004 characters of base64, which only a file or a pipe gets'
@@ -172,7 +173,7 @@ def folded(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a script or manifest for reading: the supervisor's sources are comments at its end."""
+    """Return a script or manifest for review: the supervisor's sources are comments at its end."""
     sources = ""
     for found in _CARRIED.finditer(text):
         for name, source in _sources(base64.b64decode(found["base64"])).items():
@@ -195,7 +196,7 @@ def _sources(content: bytes) -> dict[str, str]:
     """Return the sources in an archive, by path.
 
     Raises:
-        ValueError: it is none of ours, or too large.
+        ValueError: it is not an archive of the toolkit, or too large.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         names = file.namelist()
@@ -220,7 +221,7 @@ def carried_supervisor(path: Path) -> Carried:
     """Return the supervisor that a rendered script or manifest carries.
 
     Raises:
-        InputError: it cannot be read, or carries none.
+        InputError: the file cannot be read, or carries no supervisor.
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:

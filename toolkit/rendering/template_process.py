@@ -1,7 +1,7 @@
-"""The process that renders a stranger's templates: plain data in, texts out, within hard limits.
+"""The process that renders untrusted templates: plain data in, texts out, within hard limits.
 
 `templates_dir` starts it. It reads one request in JSON from stdin and writes a line of JSON for
-each plan: its text, or the first mistake with its place.
+each plan: its text, or the first error with its location.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from toolkit.job.types import ArgumentWord
 from toolkit.rendering.environment import configured, our_loader, templates_folder
 
 MEMORY_BYTES = 256 << 20
-"""What the process may take beside what Python and its modules have taken."""
+"""Memory limit in addition to the memory of Python and its modules."""
 
 _SPARE_BYTES = 32 << 20
-"""For the report of a template that has taken all of it."""
+"""Memory reserved for the error report of a template that has used all of its memory."""
 
 _MOST = 5_000_000
-"""Characters of a template, and of a rendered text."""
+"""Maximum characters of a template, and of a rendered text."""
 
 _MOST_OF_POINT = 200_000
-"""Characters that each further manifest of a sweep may add; those of the toolkit have half."""
+"""Maximum characters of each further manifest of a sweep; the toolkit's use half of it."""
 
 METHODS: Mapping[type, frozenset[str]] = {
     dict: frozenset({"get", "items", "keys", "values"}),
@@ -49,8 +49,8 @@ METHODS: Mapping[type, frozenset[str]] = {
     ),
     list: frozenset({"count", "index"}),
 }
-"""The methods of plain data that a template may call; for formats Jinja has one of its own, which
-reads no attribute that a template may not read."""
+"""Methods of plain data that a template may call. Jinja replaces `format` with a safe version that
+reads only attributes allowed to templates."""
 
 FUNCTIONS = frozenset({"cycler", "dict", "joiner", "namespace", "range"})
 """Jinja's functions that templates may call."""
@@ -59,13 +59,13 @@ _OF_JINJA = (
     *(BlockReference, Cycler, Joiner, LoopContext, Macro, Namespace),
     *(TemplateModule, TemplateReference),
 )
-"""What templates are made of; Jinja's sandbox decides what they may see of it."""
+"""Jinja's runtime types; Jinja's sandbox decides which of their attributes templates may see."""
 
 
 def main() -> None:
-    """Read a request, limit this process, and write what the templates make of each plan."""
+    """Read a request, limit this process, and write the rendered text of each plan."""
     request = json.load(sys.stdin)
-    # Jinja normalises paths, and mistakes are found by them.
+    # Jinja normalises paths, and errors are located by them.
     folder = Path(os.path.normpath(request["folder"]))
     name, plans = request["template"], request["plans"]
     environment = sandbox(folder)
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def mark_arguments(entry: list[str], count: int) -> None:
-    """Have the last words of an entry, the job's `args`, known as such to the filters."""
+    """Mark the last words of an entry, the job's `args`, for the filters."""
     first = len(entry) - count
     entry[first:] = map(ArgumentWord, entry[first:])
 
@@ -112,7 +112,7 @@ def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any], 
 
 
 def _limit(cpu_s: int, *, output_bytes: int) -> None:
-    """Limit memory, CPU time and output. A system that has no such limit goes without it."""
+    """Limit memory, CPU time and output, as far as the system supports it."""
 
     def too_long(*_: object) -> None:
         raise RenderError(f"takes more than {cpu_s} s; is there a loop that never ends?")
@@ -121,7 +121,7 @@ def _limit(cpu_s: int, *, output_bytes: int) -> None:
     used_s = int(time.process_time())
     limits = {
         resource.RLIMIT_CORE: (0, 0),
-        # Twice the time ends the process also within one call, which no signal interrupts.
+        # Twice the time also ends the process within a single call, which no signal interrupts.
         resource.RLIMIT_CPU: (used_s + cpu_s, used_s + 2 * cpu_s),
         resource.RLIMIT_FSIZE: (output_bytes, output_bytes),
         resource.RLIMIT_NPROC: (0, 0),
@@ -142,7 +142,7 @@ def _give_spare_memory() -> None:
 
 
 def sandbox(folder: Path) -> jinja2.Environment:
-    """Return where templates come from: `folder` first, then ours, which are always `toolkit/…`."""
+    """Return the sandbox with templates from `folder`, then the toolkit's as `toolkit/…`."""
     ours = our_loader()
     loader = jinja2.ChoiceLoader(
         [_YourLoader(folder), jinja2.PrefixLoader({"toolkit": ours}), ours]
@@ -155,7 +155,7 @@ def sandbox(folder: Path) -> jinja2.Environment:
 
 
 def _problem(error: Exception, folder: Path, name: str, known: Iterable[str]) -> Problem:
-    """Return the mistake in templates, with the innermost template line that led to it."""
+    """Return the error in templates, with the innermost template line that caused it."""
     place, ours = f"{folder / name}", templates_folder()
     for frame in traceback.extract_tb(error.__traceback__):
         if any(Path(frame.filename).is_relative_to(one) for one in (folder, ours)):
@@ -180,7 +180,7 @@ def _problem(error: Exception, folder: Path, name: str, known: Iterable[str]) ->
 
 
 class _YourLoader(jinja2.FileSystemLoader):
-    """Loads templates that people have written, which need not be text."""
+    """Loads users' templates, which may not be text."""
 
     def get_source(
         self, environment: jinja2.Environment, template: str
@@ -207,7 +207,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     """Templates read plain data by key, and call `METHODS`, `FUNCTIONS`, filters and macros."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return a value of a dictionary; of anything else, what `is_safe_attribute()` admits."""
+        """Return a dictionary's value, or an attribute that `is_safe_attribute()` admits."""
         if not isinstance(obj, dict) or attribute in METHODS[dict] - obj.keys():
             return super().getattr(obj, attribute)
         if attribute in obj:

@@ -1,7 +1,7 @@
-"""The templates of a profile's `templates_dir`, which a stranger may have written.
+"""Renders the untrusted templates of a profile's `templates_dir`.
 
-They are rendered by a process of their own (`template_process`), which is given plain data and has
-hard limits of memory, CPU time and output.
+A separate process (`template_process`) renders them. It gets plain data, and has hard limits of
+memory, CPU time and output.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from toolkit.rendering.environment import templates_folder
 from toolkit.rendering.payload import payload_of
 
 CPU_S = 5
-"""CPU seconds that the templates of a folder may take for a script or manifest."""
+"""CPU seconds for rendering a script or manifest with a folder's templates."""
 
 _PLANS_PER_CPU_S = 20
-"""Each point of a sweep has a manifest of its own."""
+"""Plans per additional CPU second: each point of a sweep has a separate manifest."""
 
 _MOST_CPU_S = 60
 
 _WALL_S = 120.0
-"""How long the process may take on a machine that is busy otherwise."""
+"""Timeout of the process in seconds, on a busy machine."""
 
 _NOT_SHOWN = frozenset({"objects", "patches", "template"})
-"""What a plan holds for the renderer itself."""
+"""Properties of a plan that are only for the renderer."""
 
 _START = (
     "import sys; sys.path[:] = sys.argv[1:]; "
@@ -47,13 +47,13 @@ _START = (
 
 
 def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
-    """Yield what a folder's templates make of each plan.
+    """Yield each plan as rendered by a folder's templates.
 
-    The folder holds a template of the plans' kind or one of its parts. Its templates see what our
-    own see, and the job and the profile, too, all as plain data.
+    The folder contains a template for the plans' kind, or one of its parts. Its templates see the
+    same values as the toolkit's, and also the job and the profile, all as plain data.
 
     Raises:
-        RenderError: the first mistake in the templates, with its line, or a limit that was reached.
+        RenderError: the first error in the templates, with its line, or an exceeded limit.
     """
     _require_template(folder, plans[0].template)
     packed = payload_of(plans[0])
@@ -72,7 +72,7 @@ def render_with(folder: Path, plans: Sequence[LaunchPlan]) -> Iterator[str]:
 
 
 def plain(value: object) -> Any:
-    """Return a value as JSON has it: models and plans as dictionaries of what they hold.
+    """Return a value as JSON data: models and plans become dictionaries of their fields.
 
     >>> plain({"sizes": (1, 2), "path": Path("/tmp")})
     {'sizes': [1, 2], 'path': '/tmp'}
@@ -80,7 +80,7 @@ def plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, str):
-        return str(value)  # the process finds the words of `args` by itself
+        return str(value)  # the process detects the words of `args` itself
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Path):
@@ -96,7 +96,7 @@ def plain(value: object) -> Any:
 
 
 def _public(model: type) -> Iterator[str]:
-    """Yield the names of fields and properties of a model, a data class or a named tuple."""
+    """Yield the names of fields and properties of a model, a dataclass or a named tuple."""
     if issubclass(model, BaseModel):
         yield from model.model_fields
     elif dataclasses.is_dataclass(model):
@@ -112,12 +112,12 @@ def _public(model: type) -> Iterator[str]:
 
 
 def _rendered(request: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts that the process makes, one after the other.
+    """Yield the texts rendered by the process, one after the other.
 
-    Nothing of this environment is passed on but what Python may need to start.
+    Only environment variables that Python may need to start are passed on.
     """
     environ = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    paths = [path for path in sys.path if path]  # the current folder may be a stranger's
+    paths = [path for path in sys.path if path]  # the current folder may be untrusted
     with tempfile.TemporaryFile() as answer:
         try:
             done = subprocess.run(
@@ -135,9 +135,9 @@ def _rendered(request: Mapping[str, Any]) -> Iterator[str]:
         answer.seek(0)
         for line in answer:
             if not line.endswith(b"\n"):
-                break  # the process was ended within this line
+                break  # the process was killed within this line
             if not line.startswith(b"{"):
-                continue  # the Python of a site may print when it starts
+                continue  # a site's Python may print at startup
             content = json.loads(line)
             if "text" not in content:
                 raise RenderError([Problem(place=content["place"], message=content["message"])])
@@ -152,7 +152,7 @@ def _rendered(request: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _require_template(folder: Path, name: str) -> None:
-    """Make sure that a folder has the template, or one of its parts."""
+    """Require that a folder contains the template, or one of its parts."""
     room, names = name.partition("/")[0], [name]
     if room == "kubernetes":
         names += [f"{room}/{path.name}" for path in (templates_folder() / room).iterdir()]
@@ -165,7 +165,7 @@ def _require_template(folder: Path, name: str) -> None:
 
 
 def _require_objects(text: str, folder: Path, plan: KubernetesPlan) -> None:
-    """Make sure that the rendered text is a manifest and contains the workload."""
+    """Require that the rendered text is a manifest and contains the workload."""
     from toolkit.text.manifests import read_manifests
 
     place = f"what {folder} renders"

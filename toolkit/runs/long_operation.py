@@ -1,6 +1,6 @@
-"""What a long operation tells of itself while it goes on; the command line shows it.
+"""The progress of a long operation, which the command line shows.
 
-Nothing is shown in scripts and notebooks, which have views of their own.
+Nothing is shown in scripts and notebooks, which have other views.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ from typing import Protocol
 
 
 class Report(Protocol):
-    """Tells how far an operation is."""
+    """Reports the progress of an operation."""
 
     def __call__(self, done: float, total: float | None, text: str) -> object:
-        """Tell that `done` of `total` is done (None: unknown), with a text for people."""
+        """Report that `done` of `total` is done (None: unknown), with a text for the user."""
 
 
 View = Callable[[str], contextlib.AbstractContextManager[Report]]
-"""Shows an operation, given by what it does, while it goes on."""
+"""Shows a running operation, given its description."""
 
 
 def _unseen(what: str) -> contextlib.AbstractContextManager[Report]:
@@ -29,7 +29,7 @@ _view: ContextVar[View] = ContextVar("view", default=_unseen)
 
 @contextlib.contextmanager
 def shown_by(view: View) -> Iterator[None]:
-    """Have a view show the operations of this block, except those of other threads."""
+    """Show the operations of this block in a view, except those of other threads."""
     token = _view.set(view)
     try:
         yield
@@ -41,7 +41,7 @@ def operation(what: str, *, long: bool = True) -> contextlib.AbstractContextMana
     """Announce an operation for the block, such as `copying the project to login1`.
 
     Args:
-        what: What it does.
-        long: Whether it may take seconds, so that it is worth showing.
+        what: The description of the operation.
+        long: Whether the operation may take seconds; a shorter one is not shown.
     """
     return (_view.get() if long else _unseen)(what)

@@ -1,4 +1,4 @@
-"""The interface of all launchers: Launcher and Run; and runs that are shown, never acted upon."""
+"""The interface of all launchers: Launcher and Run; and runs that are shown but never acted on."""
 
 import abc
 import contextlib
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from toolkit.runs.views.goodput import Goodput
     from toolkit.runs.views.report import Report
 
-_NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without what people mix up
+_NAME_ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"  # without characters that are easily confused
 
 PlanT = TypeVar("PlanT", bound=LaunchPlan)
 
 
 class Run(abc.ABC):
-    """A run that was submitted; a handle that another process can open again from `uri`."""
+    """A submitted run; a handle that another process can reopen from `uri`."""
 
     settings: Mapping[str, str | bool] = MappingProxyType({})
-    """What a point of a sweep sets, by the keys of the sweep."""
+    """The settings of a sweep point, by the keys of the sweep."""
 
     def __init__(self, record: RunRecord) -> None:
         self.record = record
@@ -55,35 +55,35 @@ class Run(abc.ABC):
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory, where this machine can see it."""
+        """The run directory; None if this machine cannot see it."""
         return self.record.run_dir
 
     def live_dir(self) -> Path | None:
-        """Return a folder with the newest records of the run while it runs; None without a way.
+        """Return a folder with the newest records of a running run; None if they are unavailable.
 
-        That is the run directory, or on Kubernetes the ends of some of its files.
+        It is the run directory, or on Kubernetes the ends of some of its files.
         """
         return self.run_dir
 
     def lost_output(self) -> str:
-        """Return whose output `logs` cannot show any more; empty where nothing is known to lack."""
+        """Describe the output that `logs` can no longer show; empty if none is known to be lost."""
         return ""
 
     @property
     def points(self) -> "Sequence[Run]":
-        """The points of a sweep, each a run of its own; none where it is no sweep."""
+        """The points of a sweep, each a separate run; empty if the run is not a sweep."""
         return ()
 
     @property
     def parts(self) -> "Sequence[Self]":
-        """The runs with a state of their own: the points of a sweep, or the run itself."""
+        """The runs with separate states: the points of a sweep, or the run itself."""
         return cast("Sequence[Self]", self.points) or (self,)
 
     def point(self, key: str) -> "Run":
         """Return a point by its number or its name.
 
         Raises:
-            RunNotFound: there is none.
+            RunNotFound: the point does not exist.
         """
         if not self.points:
             raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
@@ -98,11 +98,11 @@ class Run(abc.ABC):
         )
 
     def sum_of(self, point_statuses: Sequence[RunStatus]) -> RunStatus:
-        """Return the status of a sweep from those of its points; a run's own where it is none."""
+        """Return a sweep's status from those of its points; for another run, its only status."""
         return sum_of(point_statuses) if self.points else point_statuses[0]
 
     def statuses(self) -> list[RunStatus]:
-        """Return the statuses of all points, by one query if possible."""
+        """Return the statuses of all points, with one query if possible."""
         return [point.status() for point in self.points]
 
     @abc.abstractmethod
@@ -127,14 +127,14 @@ class Run(abc.ABC):
     def watching(
         self, runs: "Sequence[Run]", *, explained: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Watch runs of this batch while a caller waits, if that is cheaper than polling.
+        """Watch runs of this batch while a caller waits, if watching is cheaper than polling.
 
-        `explained`: whether the caller shows meanwhile what each of them waits for.
+        `explained`: whether the caller shows what each run waits for.
         """
         return contextlib.nullcontext()
 
     def _pause(self, pause_s: float) -> None:
-        """Let time pass between two questions; less, where a change is noticed."""
+        """Pause between two queries; the pause is shorter if a change is noticed."""
         time.sleep(pause_s)
 
     def logs(
@@ -146,18 +146,18 @@ class Run(abc.ABC):
         grep: str | None = None,
         on_status: Callable[[RunStatus], object] = lambda _: None,
     ) -> Iterator[str]:
-        """Yield the lines that the run has printed, of all nodes and ranks; secrets are left out.
+        """Yield the output lines of the run, from all nodes and ranks; secrets are masked.
 
         Args:
-            follow: Whether to go on until the run has ended, over requeues, too.
-            ranks: The ranks whose lines are wanted; all lines where it is empty.
-            attempt: The attempt whose lines are wanted; those of all where it is None.
-            grep: A regular expression that a line must hold somewhere.
+            follow: Whether to continue until the run has ended, including its requeues.
+            ranks: The ranks to show; empty for all lines.
+            attempt: The attempt to show; None for all.
+            grep: A regular expression to search for in each line; only matching lines are shown.
             on_status: Called with the status after each poll of a follower.
 
         Raises:
             InputError: the attempt does not exist, or `grep` is not a regular expression.
-            LauncherError: the log cannot be read from here, or not by rank.
+            LauncherError: the log cannot be read from here, or cannot be filtered by rank.
         """
         try:
             pattern = re.compile(grep) if grep is not None else None
@@ -175,10 +175,10 @@ class Run(abc.ABC):
         return redacted(lines, self.run_dir)
 
     def failure(self, *, attempt: int | None = None) -> "Failure | None":
-        """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
+        """Return an attempt's first failure; None if no rank failed, or the cause is unknown.
 
-        It is read from the run directory; no scheduler is queried. Without a number, the newest
-        attempt is meant.
+        It is read from the run directory; no scheduler is queried. The default is the newest
+        attempt.
         """
         from toolkit.runs.evidence.failure import first_failure
 
@@ -188,9 +188,10 @@ class Run(abc.ABC):
         return failure and failure.redacted(mask_of(self.run_dir))
 
     def restarts(self) -> "Sequence[Restart]":
-        """Return what has interrupted the run, the oldest first, also once it has succeeded.
+        """Return the interruptions of the run, oldest first, even if it has succeeded.
 
-        None where this machine does not see the run directory, and of a sweep, whose points have.
+        The result is empty if this machine does not see the run directory, and for a sweep: its
+        points have restarts.
         """
         from toolkit.runs.evidence.restarts import restarts_in
 
@@ -199,13 +200,13 @@ class Run(abc.ABC):
         return restarts_in(self.run_dir, mask_of(self.run_dir))
 
     def count_restarts(self) -> int:
-        """Return how many restarts these are, at less cost; of very many nodes at least so many."""
+        """Return the number of restarts, at less cost; with very many nodes, a lower bound."""
         from toolkit.runs.evidence.restarts import count_restarts
 
         return count_restarts(self.run_dir) if self.run_dir and not self.points else 0
 
     def stacks(self) -> "Stacks":
-        """Return where the ranks stand: their stacks, and the last collectives they have begun.
+        """Return the position of each rank: its stacks, and the last collectives it has begun.
 
         Raises:
             LauncherError: the run has no watchdog, none has answered, or this is a sweep.
@@ -223,7 +224,7 @@ class Run(abc.ABC):
         return ask_watchdogs(exchange)
 
     def _exchange(self) -> "Exchange":
-        """Return the way to the watchdogs on the nodes."""
+        """Return the channel to the watchdogs on the nodes."""
         from toolkit.runs.evidence.stacks import FolderExchange
 
         if self.run_dir is None:
@@ -232,22 +233,22 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Request that the run stops with a checkpoint; does nothing where it has ended already."""
+        """Request that the run stops with a checkpoint; does nothing if it has ended."""
 
     @property
     def state(self) -> RunState:
-        """Where the run stands now; the reason is in `status()`."""
+        """The current state of the run; the reason is in `status()`."""
         return self.status().state
 
     def metrics(self) -> Any:
-        """Return what the run has measured, one row per step; of a sweep, of all its points.
+        """Return the run's metrics, one row per step; for a sweep, those of all points.
 
-        A pandas DataFrame where pandas is installed, else a list of mappings. The columns are those
-        of `metrics.jsonl` (docs/reference/run-directory.md); a sweep's begin with `point` and what
-        each point sets.
+        The result is a pandas DataFrame if pandas is installed, else a list of mappings. The
+        columns are those of `metrics.jsonl` (docs/reference/run-directory.md); for a sweep, `point`
+        and the settings of each point come first.
 
         Raises:
-            LauncherError: the run directory cannot be seen from here.
+            LauncherError: this machine cannot see the run directory.
         """
         rows = self._measured() if not self.points else []
         for point in self.points:
@@ -256,24 +257,24 @@ class Run(abc.ABC):
         return run_directory.table(rows)
 
     def _measured(self) -> list[dict[str, Any]]:
-        """Return what a run that is no sweep has measured."""
+        """Return the metrics of a run other than a sweep."""
         with self.recorded("metrics.jsonl") as folder:
             return run_directory.read_metrics(folder)
 
     @contextlib.contextmanager
     def recorded(self, *names: str) -> Iterator[Path]:
-        """Give a folder that has these files of the run directory, as far as there are any."""
+        """Provide a folder with these files of the run directory, if they exist."""
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
         yield self.run_dir
 
     def goodput(self) -> "Goodput":
-        """Return where the time of the run went, from its submission until now or its end.
+        """Return how the run's time was spent, from its submission until now or its end.
 
-        A sweep has none; each of its points has.
+        A sweep has no goodput; each of its points has.
 
         Raises:
-            LauncherError: the run directory cannot be seen from here, or this is a sweep.
+            LauncherError: this machine cannot see the run directory, or this is a sweep.
         """
         from toolkit.runs.views.goodput import Price, goodput_of
 
@@ -295,8 +296,8 @@ class Run(abc.ABC):
     def report(self) -> "Report":
         """Return a page about the run: curves, timeline, goodput, failures, provenance.
 
-        A notebook shows it; `report().save("run.html")` keeps it. Of a sweep, the points are
-        compared; `toolkit.report()` compares runs.
+        A notebook shows the page; `report().save("run.html")` saves it. The report of a sweep
+        compares its points; `toolkit.report()` compares runs.
         """
         from toolkit.runs.views.report import report
 
@@ -307,11 +308,11 @@ class Run(abc.ABC):
 
         Args:
             timeout_s: How long to wait.
-            progress: Whether to show how far it is; left out: in notebooks and terminals only.
+            progress: Whether to show progress; by default only in notebooks and terminals.
 
         Raises:
-            TimeoutError: it has not ended, `timeout_s` seconds later.
-            RunLost: its status is lost for good.
+            TimeoutError: the run has not ended within `timeout_s` seconds.
+            RunLost: the run's status is permanently lost.
         """
         from toolkit.runs.views.notebook import ProgressDisplay
 
@@ -345,8 +346,8 @@ class Run(abc.ABC):
         """Send the notification that the run has ended, unless its script has sent it.
 
         Args:
-            status: How it has ended.
-            points: How the points of a sweep have ended; by default they are asked.
+            status: The final status of the run.
+            points: The final statuses of a sweep's points; by default they are queried.
         """
         if not self.record.profile.get("notify"):
             return
@@ -356,7 +357,7 @@ class Run(abc.ABC):
             tell_end(part.record, end)
 
     def _repr_html_(self) -> str:
-        """Show the run in a notebook: its state, how far it is, and the curve of its loss."""
+        """Show the run in a notebook: its state, progress, and loss curve."""
         from toolkit.runs.views.notebook import html_of
 
         return html_of(self)
@@ -366,12 +367,12 @@ class Run(abc.ABC):
 
 
 def require_unfinished(run: Run, status: RunStatus, *, live: bool = False) -> None:
-    """Refuse to continue a run that goes on, or that has nothing left to do.
+    """Refuse to continue a run that is still active, or that has nothing left to do.
 
     Args:
         run: The run.
         status: Its status.
-        live: Whether its scheduler still has a job of it, whatever the status.
+        live: Whether its scheduler still has a job of this run, whatever the status.
 
     Raises:
         LauncherError: the run has succeeded, or has not ended.
@@ -386,33 +387,33 @@ def require_unfinished(run: Run, status: RunStatus, *, live: bool = False) -> No
 
 
 class Launcher(abc.ABC, Generic[PlanT]):
-    """A place where plans become runs."""
+    """Submits plans to a site, and opens their runs."""
 
     @abc.abstractmethod
     def submit(self, plan: PlanT) -> Run:
-        """Start a new run; never touches an older one that the caller knows of.
+        """Start a new run; never changes an older run that the caller knows.
 
         Raises:
-            LauncherError: the place refused, or cannot be reached.
+            LauncherError: the site refused, or cannot be reached.
         """
 
     @abc.abstractmethod
     def open(self, record: RunRecord) -> Run:
-        """Return the handle of a run that any process has submitted before."""
+        """Return the handle of a run that any process has submitted."""
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Continue an ended run from its checkpoints; of a sweep, the points that did not succeed.
+        """Continue an ended run from its checkpoints; in a sweep, the points that did not succeed.
 
         Raises:
-            LauncherError: it has succeeded or not ended, or the place cannot do this.
+            LauncherError: the run has succeeded or not ended, or the site does not support it.
         """
         raise LauncherError(f"{run.uri} cannot go on by itself; runs on Slurm and Kubernetes can")
 
 
 def pauses(first_s: float = 0.2, longest_s: float = 5.0) -> Iterator[float]:
-    """Yield pauses between two queries in seconds, each half as long again as the one before.
+    """Yield pauses between two queries in seconds, each 1.5 times as long as the one before.
 
-    The longest one keeps to the rate of queries that clusters allow.
+    The longest pause respects the query rate that clusters allow.
     """
     pause_s = first_s
     while True:
@@ -430,7 +431,7 @@ def unfinished_of(sweep: Run, point_statuses: Sequence[RunStatus]) -> list[int]:
     """Return the points that have ended without success.
 
     Raises:
-        LauncherError: all have succeeded, or one has not ended.
+        LauncherError: all points have succeeded, or one has not ended.
     """
     if live := [status for status in point_statuses if not (status.state.final or status.lost)]:
         raise LauncherError(
@@ -444,21 +445,21 @@ def unfinished_of(sweep: Run, point_statuses: Sequence[RunStatus]) -> list[int]:
     return again
 
 
-# ---- Runs that are shown, never acted upon
+# ---- Runs that are shown but never acted on
 #
 # A run directory that is not in the user's list of runs may name any job, process, host or cluster.
-# Its contents are shown, but cause no query, signal or connection.
+# Its contents are shown, but never cause a query, signal or connection.
 
 
 class ShownRun(Run):
-    """A run whose record is unusable: only its submission and the reason are known."""
+    """A run with an unusable record: only its submission and the reason are known."""
 
     def __init__(self, record: RunRecord, why: str) -> None:
         super().__init__(record)
         self._why = why
 
     def status(self) -> RunStatus:
-        """Return why nothing is known."""
+        """Return the status UNKNOWN with the reason."""
         return RunStatus(state=RunState.UNKNOWN, reason=self._why, lost=True)
 
     def refuse(self, what: str) -> NoReturn:
@@ -466,7 +467,7 @@ class ShownRun(Run):
         raise LauncherError(f"{self.name} is not asked to {what}: {self._why}")
 
     def cancel(self) -> None:
-        """Raise a LauncherError: such a run is never acted upon."""
+        """Raise a LauncherError: such a run is never acted on."""
         self.refuse("stop")
 
     def _exchange(self) -> "Exchange":
@@ -477,7 +478,7 @@ class ShownRun(Run):
 
 
 class ForeignRun(ShownRun):
-    """A run directory that is not in the user's list of runs, by what its files say."""
+    """A run directory that is not in the user's list of runs, as its files describe it."""
 
     def __init__(self, record: RunRecord) -> None:
         super().__init__(

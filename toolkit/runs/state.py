@@ -1,4 +1,4 @@
-"""Where a run stands, in the words of all schedulers."""
+"""The states and statuses of runs, common to all schedulers."""
 
 import enum
 from collections import Counter
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class RunState(enum.StrEnum):
-    """Where a run stands, in the words of all schedulers."""
+    """The state of a run, common to all schedulers."""
 
     PENDING = enum.auto()
     """Accepted, not started."""
@@ -25,10 +25,10 @@ class RunState(enum.StrEnum):
     """Ended by a user's request."""
 
     PREEMPTED = enum.auto()
-    """Ended because the machines were taken or time was over; it can go on from a checkpoint."""
+    """Ended by preemption or the time limit; it can continue from a checkpoint."""
 
     UNKNOWN = enum.auto()
-    """The scheduler gives no answer, or one that this toolkit does not know. Never success."""
+    """The scheduler gives no answer, or an unknown one. Never success."""
 
     @property
     def final(self) -> bool:
@@ -42,22 +42,22 @@ class RunStatus:
 
     state: RunState
     reason: str = ""
-    """The scheduler's own words, or the outcome's; empty where there is nothing to say."""
+    """The reason from the scheduler or the outcome; empty if there is none."""
 
     word: str = ""
-    """The retry policy's word for the end of the newest attempt, such as `fatal`; empty if there is
-    none. See docs/reference/run-directory.md."""
+    """The retry policy's status for the end of the newest attempt, such as `fatal`; empty if there
+    is none. See docs/reference/run-directory.md."""
 
     lost: bool = False
-    """Whether the status is lost for good: the scheduler has forgotten the run, and it left no
+    """Whether the status is permanently lost: the scheduler has forgotten the run, which left no
     files."""
 
     expected_start: str = ""
-    """When the scheduler expects to start it, in ISO 8601 with an offset, or empty."""
+    """The start time that the scheduler expects, in ISO 8601 with an offset, or empty."""
 
     place_in_queue: int | None = None
-    """Its place among the jobs that wait for the same partition; 1 is the next one. None where it
-    does not wait, or the place is unknown."""
+    """The queue position among the pending jobs of the same partition; 1 is the next job. None if
+    the run is not pending, or the position is unknown."""
 
 
 _STATES_OF_SWEEPS = (
@@ -69,7 +69,7 @@ _STATES_OF_SWEEPS = (
     RunState.CANCELLED,
     RunState.SUCCEEDED,
 )
-"""The state of a sweep is the first of these that a point has."""
+"""The state of a sweep is the first of these states that a point has."""
 
 
 def sum_of(point_statuses: Sequence[RunStatus]) -> RunStatus:

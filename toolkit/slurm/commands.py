@@ -1,8 +1,9 @@
-"""Slurm's commands: how they are run, and the rows of squeue and sacct.
+"""Runs Slurm's commands, and parses the rows of squeue and sacct.
 
-squeue shows the jobs that the controller knows; sacct, at sites with accounting, those that the
-controller has forgotten. Text is parsed, since Slurm's JSON is another in every version. Tables are
-asked for with their header: a site's wrapper may print much, and end well, without an answer.
+squeue shows the jobs that the controller knows; sacct, at sites with accounting, also the jobs that
+the controller has forgotten. The module parses text, since Slurm's JSON differs between versions.
+It requests tables with their header: a site's wrapper may print text and exit with 0 without an
+answer.
 """
 
 import contextlib
@@ -34,27 +35,27 @@ from toolkit.text.answers import (
 )
 
 ANSWER_BYTES = 64 << 20
-"""How much a command may print: squeue's rows of a hundred thousand jobs."""
+"""Maximum output of a command: squeue's rows of a hundred thousand jobs."""
 
 ANSWER_S = 90.0
-"""How long a question may take; squeue itself gives up on its controller sooner."""
+"""Timeout of a query; squeue itself gives up on its controller sooner."""
 
 ACTION_S = 600.0
-"""How long a login node may take for what changes something there, like an sbatch that waits for
-its controller."""
+"""Timeout of a command that changes something on a login node, like an sbatch that waits for its
+controller."""
 
 TRANSFER_S = 3600.0
-"""How long files may be on their way to a login node, or back."""
+"""Timeout of a file transfer to or from a login node."""
 
 _CHUNK = 1 << 16
 _LOOK_S = 0.05
-"""How often a command that has closed its stdout is asked whether it has ended."""
+"""Poll interval for the exit of a command that has closed its stdout, in seconds."""
 
 Command = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a command of Slurm and returns its output; tests pass their own."""
 
 _CHECKOUT = Path(__file__).parents[2]
-"""Where the sandbox is, unless the toolkit was installed from a wheel."""
+"""The checkout with the sandbox, unless the toolkit was installed from a wheel."""
 
 _UNREACHABLE = re.compile(
     "Unable to contact|Could not establish a configuration|Unable to process configuration"
@@ -66,11 +67,11 @@ _BUSY = re.compile(
     "Socket timed out|Rate limit exceeded|[Tt]emporarily un|Slurm is busy|Zero Bytes"
     r"|\((receive|send) failure\)"
 )
-"""Their messages when the controller is overloaded (Slurm, slurm_errno.c)."""
+"""Messages of Slurm's commands when the controller is overloaded (Slurm, slurm_errno.c)."""
 
 _SQUEUE = {"%i": "JOBID", "%T": "STATE", "%S": "START_TIME", "%r": "REASON", "%o": "COMMAND"}
 _PLACES = {"%A": "JOBID", "%Q": "PRIORITY", "%P": "PARTITION", "%r": "REASON"}
-"""Fields of squeue's format, and the header of each."""
+"""Fields of squeue's format, each with its header."""
 
 _SACCT = ("JobID", "State", "ExitCode", "SubmitLine")
 
@@ -88,7 +89,7 @@ _IDS_PER_QUERY = 5000
 
 
 class TooLong(LauncherError):
-    """A command gave no end of an answer: it was ended."""
+    """The answer of a command did not end; the command was killed."""
 
 
 def run_limited(
@@ -101,18 +102,18 @@ def run_limited(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command and return its output; bytes that are not UTF-8 become U+FFFD.
 
-    `show` takes the parts of its stdout as they come; they are not kept then.
+    `show` receives the parts of stdout as they arrive; they are then not kept.
 
-    A scheduler that hangs, or a login node that prints without end, becomes an error. It fills no
-    memory and blocks no caller.
+    A scheduler that hangs, or a login node that prints without end, raises an error. Neither fills
+    the memory nor blocks the caller.
 
     Raises:
-        TooLong: it has taken longer than `limit_s`, or printed more than `ANSWER_BYTES`.
+        TooLong: the command took longer than `limit_s`, or printed more than `ANSWER_BYTES`.
     """
 
     def write(process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it may end before it has read all
+        with contextlib.suppress(OSError, ValueError):  # the process may exit without reading all
             process.stdin.write(stdin)
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -138,7 +139,7 @@ def run_limited(
             while pipes := selector.get_map():
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError
-                # What ssh leaves in the background keeps stderr open, but prints no part of the
+                # ssh's background process keeps stderr open, but prints no part of the
                 # answer.
                 only_stderr = process.stdout not in pipes
                 ended = only_stderr and process.poll() is not None
@@ -168,7 +169,7 @@ def run_limited(
 
 
 def only_asks(argv: Sequence[str]) -> bool:
-    """Whether a command changes nothing, so that it can be ended and run again.
+    """Whether a command changes nothing, so that it can be killed and run again.
 
     >>> only_asks(["squeue", "--me"]), only_asks(["sbatch", "x"]), only_asks(["scontrol", "hold"])
     (True, False, False)
@@ -178,7 +179,7 @@ def only_asks(argv: Sequence[str]) -> bool:
 
 
 def _way_out() -> str:
-    """Return what to do where there is no cluster."""
+    """Return what to do without a cluster."""
     way = "call this on a login node, or name one by `via` in the profile"
     if (_CHECKOUT / "slurm/sandbox/sandbox").exists():
         way = (
@@ -192,8 +193,8 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """Run a command of Slurm; queries have a time limit, sbatch and scancel have none.
 
     Raises:
-        SchedulerMissing: it is not installed here.
-        TooLong: it gives no end of an answer.
+        SchedulerMissing: the command is not installed here.
+        TooLong: its answer does not end.
     """
     if shutil.which(argv[0]) is None:
         raise SchedulerMissing(f"no Slurm here: {argv[0]} is not in PATH. {_way_out()}")
@@ -203,10 +204,10 @@ def run_command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def ask_mine(command: Command) -> list[JobRow]:
-    """Return all jobs of this user that Slurm still knows, each task of an array by itself.
+    """Return all jobs of this user that Slurm still knows, one row per array task.
 
-    One query, and a cheap one for any number of runs: for a list of job ids squeue would
-    fetch the jobs of all users.
+    One cheap query serves any number of runs: for a list of job ids, squeue would fetch the jobs of
+    all users.
 
     Raises:
         LauncherError: the controller does not answer.
@@ -224,14 +225,14 @@ def ask_jobs(command: Command, job_ids: Iterable[str]) -> list[JobRow]:
 
 
 def _batches(job_ids: Iterable[str]) -> Iterator[str]:
-    """Yield the ids in arguments of a length that the kernel takes."""
+    """Yield the ids in arguments within the kernel's length limit."""
     ids = list(dict.fromkeys(job_ids))
     for start in range(0, len(ids), _IDS_PER_QUERY):
         yield ",".join(ids[start : start + _IDS_PER_QUERY])
 
 
 def _squeue(command: Command, *selection: str) -> list[JobRow]:
-    # -a: the jobs of hidden partitions, too.
+    # -a: also the jobs of hidden partitions.
     done = command(["squeue", "-a", "-r", "-t", "all", *selection, "-o", row_format(*_SQUEUE)])
     if done.returncode != 0 and "Invalid job id" in done.stderr:
         return []
@@ -254,7 +255,7 @@ def _rows(
     """Return the rows of a table of jobs.
 
     Raises:
-        LauncherError: there is none.
+        LauncherError: the output contains no table.
     """
     program = done.args[0]
     if done.returncode != 0:
@@ -267,7 +268,7 @@ def _rows(
 
 
 def _time(shown: str) -> str:
-    """Return a time of squeue in ISO 8601; "" for none.
+    """Return a time of squeue in ISO 8601; "" if there is none.
 
     >>> _time("N/A"), _time("2026-11-05T14:05:00")
     ('', '2026-11-05T14:05:00')
@@ -278,14 +279,15 @@ def _time(shown: str) -> str:
 
 
 def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:
-    """Return the places of pending jobs in the queues of their partitions.
+    """Return the queue positions of pending jobs in their partitions.
 
-    Slurm itself has no such number. Counted are the jobs of a partition that squeue shows and that
-    wait for nothing but their turn, in the order in which Slurm's scheduler takes them: by priority
-    and then by id (backfill may take a small job sooner). In several partitions the best place
+    Slurm itself does not report a queue position. The position counts the jobs of a partition that
+    squeue shows and that only wait for their turn, in the order of Slurm's scheduler: by priority,
+    then by id (backfill may start a small job sooner). For several partitions, the best position
     counts.
 
-    The answer has the pending jobs of all users, which is much on a large cluster: ask it seldom.
+    The query fetches the pending jobs of all users, which is slow on a large cluster: use it
+    rarely.
 
     Raises:
         LauncherError: the controller does not answer.
@@ -296,7 +298,7 @@ def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:
     for job_id, priority, names, reason in _rows(done, _PLACES.values()):
         if not (_NUMBER.fullmatch(job_id) and _NUMBER.fullmatch(priority)):
             continue
-        if reason != "None" and not WAITS_FOR_TURN.fullmatch(reason):  # None: not looked at yet
+        if reason != "None" and not WAITS_FOR_TURN.fullmatch(reason):  # None: not considered yet
             continue
         rank = (-int(priority), int(job_id))
         partitions = names.split(",")
@@ -315,10 +317,10 @@ def ask_places(command: Command, job_ids: Collection[str]) -> dict[str, Place]:
 
 
 def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | None:
-    """Return sacct's rows of these jobs, one for each task of an array; None without accounting.
+    """Return sacct's rows of these jobs, one per array task; None without accounting.
 
     Raises:
-        LauncherError: the accounting does not answer now, but may later.
+        LauncherError: the accounting does not answer now; it may later.
     """
     rows: list[JobRow] = []
     for ids in _batches(job_ids):
@@ -335,7 +337,7 @@ def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | N
             if not (_JOB_ID.fullmatch(job_id) and state and codes):
                 continue
             word, (status, signal) = state[1], codes.groups()
-            # sacct before 26.05 keeps seven bits of a status, so that 0 may be a failure, too.
+            # sacct before 26.05 keeps only seven bits of a status, so 0 may also be a failure.
             said = f", exit status {status}" * (status != "0")
             said += f", signal {signal}" * (signal != "0")
             reason = "" if word == "COMPLETED" else f"the accounting says {word}{said}"
@@ -344,7 +346,7 @@ def ask_accounting(command: Command, job_ids: Iterable[str]) -> list[JobRow] | N
 
 
 def refused(program: str, answer: "subprocess.CompletedProcess[str]") -> LauncherError:
-    """Return the error for what a command of Slurm did not do, in its own words."""
+    """Return the error for a failed command of Slurm, with its message."""
     text = plain(answer.stderr + answer.stdout).strip()
     if _UNREACHABLE.search(text):
         return SchedulerMissing(f"no Slurm controller answers: {error_line(text)}. {_way_out()}")
@@ -364,15 +366,15 @@ def is_busy(text: str) -> bool:
 
 
 def config_of(printed: str) -> dict[str, str]:
-    """Return the settings that `scontrol show config` has printed."""
+    """Parse the settings printed by `scontrol show config`."""
     return settings(printed, "Configuration data as of")
 
 
 def cluster_name(printed: str) -> str:
-    """Return the cluster's name from `scontrol show config`; empty where it is missing.
+    """Return the cluster's name from `scontrol show config`; empty if it is missing.
 
     Raises:
-        LauncherError: the answer is not a name; it would become a part of URIs.
+        LauncherError: the answer is not a valid name, and names become part of URIs.
     """
     name = config_of(printed).get("ClusterName", "")
     if name and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):

@@ -28,7 +28,7 @@ from toolkit.slurm.submission import SlurmJob, Submission, as_lines, find, send,
 from toolkit.slurm.sweep import SlurmPoint, SlurmSweep
 
 _SETTLED_S = 120.0
-"""After this time no submission is under way: a job that Slurm has not received never arrives."""
+"""After this time no submission is in flight: a job that Slurm has not received never arrives."""
 
 
 class SlurmLauncher(Launcher[SlurmPlan]):
@@ -39,7 +39,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
         Args:
             profile: The site.
-            command: How Slurm's commands are run; without it, on this machine or on the host of the
+            command: Runs Slurm's commands; by default on this machine, or on the host of the
             profile's `via`.
         """
         self._profile = profile
@@ -63,9 +63,9 @@ class SlurmLauncher(Launcher[SlurmPlan]):
 
         Args:
             plan: What to submit.
-            after: Runs that it waits for, besides those of the job file.
-            chain: How many jobs take turns at it, each going on where the one before has ended.
-            files: What the job finds in its run directory, by path.
+            after: Runs that the job waits for, besides those in the job file.
+            chain: Number of successive jobs; each continues where the previous one ended.
+            files: Files to write to the run directory, by path.
 
         Raises:
             LauncherError: the site refused, or cannot be reached.
@@ -108,7 +108,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             run_dir=folder.here,
             remote_dir=folder.there if self._login.remote else None,
         )
-        # Nothing has run in the new folder, unless the first job of a chain was quick.
+        # No job has run in the new folder, unless the first job of a chain started quickly.
         undo = partial(self._login.discard, folder, used=chain > 1)
         return self._send(record, submission, secrets, undo=undo)
 
@@ -121,9 +121,9 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         prepare: Callable[[], object] = lambda: None,
         undo: Callable[[], object],
     ) -> SlurmRun:
-        """Submit, and `undo` what `prepare` or the caller has done if Slurm refuses."""
+        """Submit; if Slurm refuses, `undo` the changes of `prepare` or the caller."""
         data = {"record": record.as_json(), "order": submission.as_json()}
-        # Written first, so that a later process finds the submission if this one is killed.
+        # Journaled first: a later process finds the submission if this one is killed.
         with submission_journal.begin(self._journal, record.name, data) as intent:
             prepare()
             try:
@@ -155,9 +155,9 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return self._opened(record)
 
     def resubmit(self, run: Run, *, chain: int = 1) -> Run:
-        """Queue a run again that has ended; of a sweep, the points that did not succeed.
+        """Queue an ended run again; for a sweep, the points that did not succeed.
 
-        The script is the one that was submitted, and it goes on from the newest checkpoints.
+        The submitted script is reused, and continues from the newest checkpoints.
 
         Raises:
             LauncherError: the run has succeeded or not ended, or the site refused.
@@ -196,7 +196,7 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _continuation(
         self, run: SlurmRun, plan: SlurmPlan, points: Sequence[int] | None, chain: int
     ) -> Submission:
-        """Return the submission with which a run goes on; of a sweep, some of its points."""
+        """Return the submission that continues a run, or some points of a sweep."""
         jobs = run.jobs
         if chain > 1 and not plan.takes_turns and all(job.mode != "chain" for job in jobs):
             raise LauncherError(
@@ -247,12 +247,12 @@ class SlurmLauncher(Launcher[SlurmPlan]):
     def _opened(self, record: registry.RunRecord) -> SlurmRun:
         kind = SlurmSweep if has_points(record.run_dir) else SlurmRun
         run = kind(record, self._login)
-        _ = run.points  # raises now if the points of a sweep cannot be read
+        _ = run.points  # raise now if the points of a sweep cannot be read
         self._login.watch(run)
         return run
 
     def _recovered(self, record: registry.RunRecord, intent: submission_journal.Intent) -> SlurmRun:
-        """Return a run whose submission was interrupted, with the jobs that Slurm has of it."""
+        """Return a run with an interrupted submission, and its jobs in Slurm."""
         try:
             submission = Submission.of_json(intent.data.get("order"), name=record.name)
             self._login.snapshots.require_cluster(record.address[1])
@@ -264,11 +264,11 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         if record.begun:
             return InterruptedRun(record, self._login, why=why)
         if not why and time.time() > intent.begun + _SETTLED_S:
-            intent.done()  # it has never been submitted again
+            intent.done()  # the run was never resubmitted
         return self._opened(record)
 
     def _conditions(self, after: Sequence[Dependency], cluster: str) -> str:
-        """Return the value of sbatch's `--dependency`; empty where all of it has ended well."""
+        """Return the value of sbatch's `--dependency`; empty if every dependency is already met."""
         conditions: list[str] = []
         for dependency in after:
             record, point = registry.find_point(dependency.run)
@@ -292,13 +292,13 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         return name
 
     def _secrets(self, plan: SlurmPlan) -> dict[str, str]:
-        """Return the secrets that the jobs take; raise LauncherError if one is not set here."""
+        """Return the secrets that the jobs need; raise LauncherError if one is not set here."""
         require_secrets(plan)
         return {name: os.environ[name] for name in plan.exported_secrets}
 
 
 class InterruptedRun(SlurmRun):
-    """A run whose submission was interrupted before Slurm's job id was recorded."""
+    """A run with a submission that was interrupted before the job id was recorded."""
 
     def __init__(self, record: registry.RunRecord, login: LoginNode, *, why: str) -> None:
         super().__init__(record, login)
@@ -306,11 +306,11 @@ class InterruptedRun(SlurmRun):
 
     @property
     def jobs(self) -> list[SlurmJob]:
-        """No job of it is known."""
+        """Empty: no job of the run is known."""
         return []
 
     def statuses_in(self, snapshot: Snapshot) -> Sequence[RunStatus]:
-        """Return the status by the age of the submission alone."""
+        """Return the status from the age of the submission alone."""
         return (self.unreachable(self._why),)
 
     def unreachable(self, reason: str) -> RunStatus:
@@ -327,7 +327,7 @@ class InterruptedRun(SlurmRun):
         )
 
     def cancel(self) -> None:
-        """Refuse with a LauncherError: no job of it is known."""
+        """Raise LauncherError: no job of the run is known."""
         raise LauncherError(f"{self.uri} cannot be cancelled: {self.unreachable(self._why).reason}")
 
 
@@ -340,6 +340,6 @@ def _refuse_chain(chain: int, *, sweep: bool) -> None:
 
 
 def _log_of(folder: RunFolder, *, sweep: bool) -> str:
-    """Return where the jobs print, as sbatch wants it; of a sweep, each point in a file."""
+    """Return the log path for sbatch; for a sweep, one file per point."""
     logs = f"{folder.there}/logs".replace("%", "%%")  # sbatch replaces %j and others
     return f"{logs}/%a.log" if sweep else f"{logs}/job.log"

@@ -1,8 +1,8 @@
-"""A run on Slurm, of one job or several; its status comes from squeue and the run directory.
+"""A run on Slurm with one or several jobs; its status comes from squeue and the run directory.
 
-The controller forgets ended jobs within minutes. Jobs that it has forgotten are looked up in their
-run directories, and only the rest in the accounting, if the site has one. One query to each serves
-any number of runs.
+The controller forgets ended jobs within minutes. Forgotten jobs are looked up in their run
+directories, and only the rest in the accounting, if the site has one. One query to each serves any
+number of runs.
 """
 
 import os
@@ -31,13 +31,13 @@ _LIST_AGE_S = 3.0
 """Maximum age of an answer for a list, in seconds."""
 
 _ASK_EVERY_S = 3.0
-"""How often a follower polls whether the job has ended; clusters limit requests."""
+"""Poll interval of a follower in seconds; clusters limit requests."""
 
 _CLOCK_TICK_S = 0.05
-"""By how much the time of a file may lie before the moment in which it was written."""
+"""Maximum lag of a file's timestamp behind the clock, in seconds."""
 
 CONDITIONS = {"ok": "afterok", "any": "afterany", "fail": "afternotok"}
-"""What a job may expect of another run, and sbatch's word for it."""
+"""The conditions for the end of another run, and their names in sbatch."""
 
 
 class SlurmRun(Run):
@@ -50,32 +50,32 @@ class SlurmRun(Run):
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory, or its mirror where it lies on a login node."""
+        """The run directory, or its mirror if it is on a login node."""
         return self._login.seen(self.record)
 
     @property
     def jobs(self) -> list[SlurmJob]:
-        """The jobs of this run that were submitted by the toolkit, the oldest first."""
+        """The jobs of this run submitted by the toolkit, oldest first."""
         return read_jobs(self.run_dir) or [SlurmJob(job_id=self.job_id)]
 
     @property
     def batch_key(self) -> Hashable:
-        """The snapshot of the Slurm cluster that is queried."""
+        """The snapshot of the run's Slurm cluster."""
         return self._login.snapshots.batch_key
 
     def status(self) -> RunStatus:
-        """Return the status by squeue; of forgotten jobs by the run directory or sacct."""
+        """Return the status from squeue; for forgotten jobs, from the run directory or sacct."""
         return self.sum_of(self._part_statuses())
 
     def _part_statuses(self) -> list[RunStatus]:
-        """Return the status of each part by one query."""
+        """Return the status of each part, by one query."""
         modified = run_directory.changed_at(self.run_dir) if self.run_dir is not None else 0.0
-        # What an answer of Slurm must know happened before this.
+        # An answer of Slurm must be newer than this time.
         changed = max(self.record.created, modified + _CLOCK_TICK_S)
         return self._statuses_of_parts([self], max_age_s=_STATUS_AGE_S, changed=changed)[0]
 
     def statuses_of(self, runs: Sequence[Run]) -> list[RunStatus]:
-        """Return the statuses of all by one query."""
+        """Return the statuses of all runs, by one query."""
         ours = [run for run in runs if isinstance(run, SlurmRun)]
         assert len(ours) == len(runs)
         changed = max((run.record.created for run in ours), default=0.0)
@@ -85,14 +85,14 @@ class SlurmRun(Run):
     def _statuses_of_parts(
         self, runs: "Sequence[SlurmRun]", *, max_age_s: float, changed: float
     ) -> list[list[RunStatus]]:
-        """Return the statuses of each run's parts by an answer that is younger than `changed`."""
+        """Return the statuses of each run's parts, from an answer newer than `changed`."""
         snapshots = self._login.snapshots
         try:
             snapshot = snapshots.look(max_age_s=max_age_s, changed=changed)
         except LauncherError as error:
             return [[part.unreachable(str(error)) for part in run.parts] for run in runs]
         statuses: dict[SlurmRun, RunStatus] = {}
-        others: list[SlurmRun] = []  # runs of other users, whose jobs are queried by their ids
+        others: list[SlurmRun] = []  # runs of other users: their jobs are queried by id
         for run in runs:
             for part, status in zip(run.parts, run.statuses_in(snapshot), strict=True):
                 if status is None:
@@ -117,14 +117,14 @@ class SlurmRun(Run):
     def _accounted(
         self, lost: "Sequence[SlurmRun]", statuses: "Mapping[SlurmRun, RunStatus]"
     ) -> "dict[SlurmRun, RunStatus]":
-        """Return the statuses that the accounting has of runs that are lost otherwise."""
+        """Return the accounting's statuses of runs without any other status."""
         job_ids = [job.job_id.partition("_")[0] for part in lost for job in part.jobs]
         try:
             ended = self._login.snapshots.ended(job_ids) if lost else {}
         except LauncherError as error:
             reasons = {part: f"{statuses[part].reason}; {error}" for part in lost}
             return {p: RunStatus(state=RunState.UNKNOWN, reason=r) for p, r in reasons.items()}
-        # By the id of the array for `77_[3-5]`.
+        # `77_[3-5]` is keyed by the id of the array.
         rows = {
             row.whole if "[" in row.job_id else row.job_id: row
             for job_rows in ended.values()
@@ -135,7 +135,7 @@ class SlurmRun(Run):
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
         """Return the status of each part from Slurm's answer and the run directory.
 
-        None for a run of another user, whose jobs must be queried by id.
+        None for a run of another user: its jobs must be queried by id.
         """
         rows = self._rows_in(snapshot)
         jobs = self._jobs_of(rows)
@@ -146,7 +146,7 @@ class SlurmRun(Run):
             if not started and all(job.mode == "chain" for job, _ in live):
                 run_dir = self.run_dir
                 if run_dir is not None and run_directory.is_over(run_dir):
-                    return (self._by_run_dir(),)  # the pending jobs of the chain end at once
+                    return (self._by_run_dir(),)  # the pending jobs of the chain will end at once
             job, row = (started or live)[0]
             place = snapshot.place(row)
             return (status_of(row, self.run_dir, after=job.after, place=place),)
@@ -157,12 +157,12 @@ class SlurmRun(Run):
         if len(jobs) == 1:
             return (by_slurm,)
         status = self._by_run_dir()
-        # A script that was killed before it recorded why leaves less than Slurm's own reason.
+        # If the script was killed before it recorded the reason, Slurm's reason says more.
         cut_short = row.state is RunState.CANCELLED and status.word == "terminated"
         return (by_slurm if cut_short or status.state is RunState.UNKNOWN else status,)
 
     def by_accounting(self, rows: Mapping[str, JobRow]) -> RunStatus | None:
-        """Return the status of a run that only sacct still knows."""
+        """Return the status of a run known only to sacct."""
         pairs = [(job, rows[i]) for job in self.jobs for i in self._ids(job) if i in rows]
         ours = [(job, row) for job, row in pairs if self._is_ours(row.command)]
         if not ours:
@@ -171,17 +171,17 @@ class SlurmRun(Run):
         job, row = (started or ours)[-1]
         if row.state.final:
             return status_of(row, self.run_dir, after=job.after)
-        # It is late when a job has ended just now, or when the controller could not reach it then.
+        # The accounting lags behind if a job has just ended, or if it was unreachable at that time.
         reason = f"{row.reason}, and the controller does not know the job"
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
 
     def _ids(self, job: SlurmJob) -> Sequence[str]:
-        """Return by which ids the accounting may know a job."""
+        """Return the possible ids of a job in the accounting."""
         return (job.job_id,)
 
     @property
     def _home(self) -> str | None:
-        """The run directory as Slurm's commands name it."""
+        """The path of the run directory in Slurm's commands."""
         run_dir = self.record.run_dir
         return self.record.remote_dir or (None if run_dir is None else str(run_dir))
 
@@ -191,11 +191,11 @@ class SlurmRun(Run):
         return {row.job_id: row for row in rows if self._is_ours(row.command)}
 
     def _is_ours(self, command: str) -> bool:
-        """Whether a job of this id is this run: other clusters, and later years, use ids again."""
+        """Whether a job with this id is this run: other clusters and later years reuse ids."""
         return self._home is None or self._home in command
 
     def _jobs_of(self, rows: Mapping[str, JobRow]) -> list[SlurmJob]:
-        """Return the jobs of this run, and those that people have submitted with `continue`."""
+        """Return the jobs of this run, including those that users submitted with `continue`."""
         if not rows:
             return []
         jobs = self.jobs
@@ -211,7 +211,7 @@ class SlurmRun(Run):
         return [*jobs, *more]
 
     def _forgotten(self, snapshot: Snapshot) -> RunStatus | None:
-        """Return the status of a run whose jobs Slurm does not know, or None if it is unknown."""
+        """Return the status of a run without jobs in Slurm, or None if it is unknown."""
         status = self._by_run_dir()
         if status.state is RunState.SUCCEEDED:
             return status
@@ -238,7 +238,7 @@ class SlurmRun(Run):
         return rows
 
     def _by_run_dir(self) -> RunStatus:
-        """Return the status of a run that Slurm has forgotten."""
+        """Return the status of a run that Slurm has forgotten, from its run directory."""
         run_dir = self.run_dir
         status = None if run_dir is None else run_directory.ended_status(run_dir)
         if status is None or run_dir is None or (status.lost and not run_dir.is_dir()):
@@ -251,7 +251,7 @@ class SlurmRun(Run):
         return status
 
     def unreachable(self, reason: str) -> RunStatus:
-        """Believe an end that nothing can follow; otherwise the job may be queued again."""
+        """Return a final status that no requeue can follow; any other status is unknown."""
         if self.run_dir is not None and self.run_dir.is_dir():
             status = run_directory.ended_status(self.run_dir)
             outcome = run_directory.outcome(self.run_dir) or {}
@@ -288,7 +288,7 @@ class SlurmRun(Run):
         return status.state.final or status.lost
 
     def cancel(self) -> None:
-        """Signal the script to stop within `stop.grace`; a second call ends the job immediately."""
+        """Signal the script to stop within `stop.grace`; a second call kills the job at once."""
         try:
             rows = self._rows()
         except LauncherError as error:
@@ -303,12 +303,12 @@ class SlurmRun(Run):
         folder = self.run_dir if self.run_dir is not None and self.run_dir.is_dir() else None
         again = folder is not None and run_directory.cancel_requested(folder)
         if folder is not None:
-            # First: the next job of a chain may start just now.
+            # Mark first: the next job of a chain may start just now.
             self._login.request_cancel(self.record)
         try:
             if waiting:
                 self._scancel(*self._only_waiting(waiting))
-            # The script answers USR2; plain scancel would leave the ranks KillWait only.
+            # The script handles USR2; plain scancel would give the ranks only KillWait.
             if started and folder is not None and not again:
                 self._ask_to_stop(started)
             elif started:
@@ -335,13 +335,12 @@ class SlurmRun(Run):
             raise LauncherError(f"scancel refused {self.uri}: {error_line(done.stderr)}")
 
     def conditions(self, wish: str) -> list[str]:
-        """Return what sbatch must wait for, so that this run ends as wished: ok, any or fail.
+        """Return the sbatch dependencies on this run's end: ok, any or fail.
 
-        A run that has ended leaves nothing to wait for; Slurm would take a job that it has
-        forgotten for one that ended well.
+        Empty for an ended run: Slurm would treat a forgotten job as successful.
 
         Raises:
-            LauncherError: the run has ended otherwise, or its end is unknown.
+            LauncherError: the run has ended in another way, or its end is unknown.
         """
         rows = self._rows()
         jobs = [job for job in self._jobs_of(rows) if job.job_id in rows]
@@ -365,7 +364,7 @@ class SlurmRun(Run):
         return self._login.exchange(self.record) or super()._exchange()
 
     def unfinished(self) -> list[int] | None:
-        """Return which points to run again, None for a run that has none.
+        """Return the points to run again, or None for a run without points.
 
         Raises:
             LauncherError: the run has succeeded, or has not ended.

@@ -1,7 +1,7 @@
-"""Compares a plan or a script with what a Slurm site reports, and with what its user may do there.
+"""Compares a plan or a script with a Slurm site, and with the permissions of its user.
 
-A site reports its configuration, partitions and associations (accounts, QOS). Folders are looked
-at, and the site's own sbatch parses the options and the script; nothing is submitted.
+A site reports its configuration, partitions and associations (accounts, QOS). The checks also test
+folders, and the site's sbatch parses the options and the script; nothing is submitted.
 """
 
 import re
@@ -17,10 +17,10 @@ from toolkit.text.answers import error_line, plain, table, user_of, values
 from toolkit.text.quantities import format_duration, parse_duration, whole_number
 
 _OLDEST = (22, 5)
-"""The oldest Slurm that the rendered scripts are tried with."""
+"""The oldest Slurm version that the rendered scripts are tested with."""
 
 _CONFIG = "scontrol show config"
-_PARTITIONS = "scontrol show partition"  # sinfo leaves out cloud nodes that are not started
+_PARTITIONS = "scontrol show partition"  # sinfo omits cloud nodes that are not started
 _TEST_ONLY = "sbatch --test-only"
 
 _SUBMIT = """
@@ -31,7 +31,7 @@ status=$?
 rm -f "$file"
 exit $status
 """
-"""The script goes there in arguments, so that this works on a remote login node, too."""
+"""The script is passed in arguments, which also works on a remote login node."""
 
 _ARGUMENT_MAX = 30_000  # characters of at most 4 bytes; Linux takes 128 KiB for one argument
 
@@ -59,17 +59,17 @@ done
 
 
 _CRED_EXPIRE_S = 120
-"""Slurm's default: for so long a requeued job waits before it starts again."""
+"""Slurm's default delay before a requeued job starts, in seconds."""
 
 _OF_A_PARTITION = {
     *("PartitionName", "Default", "DefaultTime", "MaxNodes", "MaxTime", "State", "TotalNodes")
 }
-"""What must stand in the line of a partition."""
+"""The required settings in the line of a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Partition:
-    """What limits a partition's jobs; None stands for no limit."""
+    """The limits of a partition's jobs; None means unlimited."""
 
     name: str
     is_default: bool
@@ -81,10 +81,10 @@ class _Partition:
 
 
 def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
-    """Return where the site contradicts the plan, each with the reason and the way out.
+    """Return the conflicts between the site and the plan, each with the reason and the fix.
 
     Raises:
-        LauncherError: the site gives no answer, or one that cannot be understood.
+        LauncherError: the site does not answer, or its answer cannot be parsed.
     """
     config = config_of(_answer(command, _CONFIG))
     if missing := {"ClusterName", "KillWait", "PreemptMode", "SLURM_VERSION"} - config.keys():
@@ -103,7 +103,7 @@ def site_findings(plan: SlurmPlan, command: Command) -> list[Problem]:
 
 
 def _required_paths(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
-    """Yield which folders and files must be there, on the node where jobs are submitted."""
+    """Yield the folders and files that must exist on the login node."""
     profile, job = plan.profile, plan.job
     runs_dir = profile.below(profile.runs_dir)
     yield "makes", runs_dir, "runs_dir", "make it, or correct the profile's runs_dir"
@@ -129,7 +129,7 @@ def _answer(command: Command, query: str, *options: str) -> str:
 
 
 def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield rule and message of each setting that contradicts the plan."""
+    """Yield rule and message for each setting that conflicts with the plan."""
     profile = plan.profile
     seconds = re.match(r"(\d{1,9}) sec", config["KillWait"])
     if seconds is not None and int(seconds[1]) != profile.kill_wait_s:
@@ -175,7 +175,7 @@ def _partitions(text: str) -> list[_Partition]:
         _, mark, row = line.partition("PartitionName=")
         settings = dict(word.partition("=")[::2] for word in f"{mark}{row}".split())
         if not settings.keys() >= _OF_A_PARTITION:
-            continue  # what a site prints around it
+            continue  # other output of the site
         try:
             nodes, most = settings["TotalNodes"], settings["MaxNodes"]
             longest, default = settings["MaxTime"], settings["DefaultTime"]
@@ -210,13 +210,13 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[t
         if name in by_name:
             excesses = list(_excesses(plan, by_name[name]))
         if not excesses:
-            return []  # Slurm takes the first one that can
+            return []  # Slurm chooses the first partition that fits
         findings += excesses
     return findings
 
 
 def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str]]:
-    """Yield rule and message of each limit of a partition that the job exceeds."""
+    """Yield rule and message for each limit of a partition that the job exceeds."""
     job, name = plan.job, partition.name
     if partition.state != "UP":
         message = f"partition {name!r} is {partition.state}; jobs wait until it is up"
@@ -248,7 +248,7 @@ def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str
 
 
 def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
-    """Have the site's own sbatch parse each option: it knows the options of its version."""
+    """Have the site's sbatch parse each option: it knows the options of its version."""
     for name, value in plan.sbatch:
         option = f"--{name}" if value is None else f"--{name}={value}"
         done = command(["sbatch", option, "--usage"])
@@ -259,7 +259,7 @@ def _option_findings(plan: SlurmPlan, command: Command) -> Iterator[Problem]:
 
 
 def slurm_version(command: Command) -> tuple[int, int] | None:
-    """Return the site's version of Slurm, like `(23, 2)`; None if it does not say."""
+    """Return the site's Slurm version, like `(23, 2)`; None if it is unknown."""
     version = config_of(command(_CONFIG.split()).stdout).get("SLURM_VERSION", "")
     match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     return (int(match[1]), int(match[2])) if match else None
@@ -268,9 +268,9 @@ def slurm_version(command: Command) -> tuple[int, int] | None:
 def account_findings(
     options: dict[str, str | None], command: Command, *, place: Callable[[str], str]
 ) -> list[Problem]:
-    """Compare account and QOS with the user's associations; nothing without accounting.
+    """Compare account and QOS with the user's associations; without accounting, return nothing.
 
-    The options of sbatch go by their long names; `place` returns where one of them stands.
+    `options` maps the long names of sbatch options to values; `place` returns an option's location.
     """
     account, qos = options.get("account"), options.get("qos")
     if not account and not qos:
@@ -317,12 +317,12 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
 
 
 def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command) -> list[Problem]:
-    """Look at folders and files where jobs are submitted.
+    """Check folders and files on the login node.
 
     Args:
         places: The required access (`makes` or `writes` in it, `folder`, `file`), the path, its
-        place in the file, and the way out.
-        command: How commands are run there.
+        location in the file, and the fix.
+        command: Runs commands on the login node.
     """
     required = list(places)
     if not required:
@@ -340,7 +340,7 @@ def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command)
 
 
 def log_folder(pattern: str) -> str | None:
-    """Return the folder of a log, as `--output` names it; None where the job decides.
+    """Return the folder of a log from `--output`; None if it depends on the job.
 
     >>> log_folder("logs/%j.out"), log_folder("%x-%j.out"), log_folder("logs/%x/%j.out")
     ('logs', None, None)

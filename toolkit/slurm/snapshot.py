@@ -1,7 +1,7 @@
-"""The shared cache of squeue's and sacct's answers: one query serves all runs and processes here.
+"""The shared cache of squeue's and sacct's answers: one query serves all runs and processes.
 
-`watch -n1 toolkit list` in ten shells queries the controller no more often than in one. The answer
-lies in the user's state folder, one file per Slurm cluster.
+`watch -n1 toolkit list` in ten shells queries the controller no more often than in one. The cache
+is in the user's state folder, one file per Slurm cluster.
 """
 
 import contextlib
@@ -34,25 +34,25 @@ from toolkit.text import untrusted
 
 _VERSION = 1
 _PAUSES_S = (2.0, 60.0)
-"""First and longest time in which a busy controller is left alone."""
+"""First and longest back-off from a busy controller, in seconds."""
 _OLDEST_S = 120.0
-"""How old an answer may be that is shown while the controller is busy."""
+"""Maximum age of an answer that is shown while the controller is busy, in seconds."""
 _CLUSTER_S = 3600.0
-"""How long a cluster's name is believed."""
+"""How long a cluster's name is cached, in seconds."""
 _ACCOUNTING_S = 600.0
-"""How long the lack of accounting is believed."""
+"""How long the lack of accounting is cached, in seconds."""
 _ASK_AGAIN_S = 60.0
-"""How long it is believed that the accounting does not know a job; it may be late."""
+"""How long the accounting's lack of a job is cached, in seconds: it may lag behind."""
 _TURN_S = 60.0
-"""How long to wait for another process that is querying; squeue itself gives up sooner."""
+"""How long to wait for the query of another process; squeue itself gives up sooner."""
 _PLACES_S = 60.0
-"""How old places in the queue may be: the question fetches the pending jobs of all users."""
+"""Maximum age of queue positions: the query fetches the pending jobs of all users."""
 _MOST_ENDED = 20_000
 _FILE_BYTES = 256 << 20
 
 
 def snapshot_file(environ: Mapping[str, str] = os.environ, *, host: str = "") -> Path:
-    """Return the file for the answers of this environment's Slurm cluster, or that of a host."""
+    """Return the cache file for this environment's Slurm cluster, or for that of a host."""
     squeue = shutil.which("squeue", path=environ.get("PATH")) or ""
     here = [socket.gethostname(), squeue, environ.get("SLURM_CONF", ""), str(os.getuid())]
     digest = hashlib.sha256("\0".join([host] if host else here).encode()).hexdigest()[:16]
@@ -72,11 +72,11 @@ class Snapshot:
         places: Callable[[], Mapping[str, Place]] = dict,
     ) -> None:
         self.asked = asked
-        """When, in seconds since 1970; what happened later it does not know."""
+        """Time of the query, in seconds since 1970; later events are missing."""
         self.note = note
-        """Why it is older than wanted, if it is."""
+        """Why it is older than requested; empty if it is not."""
         self.mine = mine
-        """Whether it holds jobs of this user alone."""
+        """Whether it contains only jobs of this user."""
         self._places = places
         self._by_job: dict[str, list[JobRow]] = defaultdict(list)
         self._by_script: dict[str, list[JobRow]] = defaultdict(list)
@@ -85,13 +85,13 @@ class Snapshot:
             self._by_script[row.script].append(row)
 
     def place(self, row: JobRow) -> Place | None:
-        """Return the place in the queue of a job that waits for its turn, if it is known."""
+        """Return the queue position of a pending job, if it is known."""
         if row.state is not RunState.PENDING or not WAITS_FOR_TURN.fullmatch(row.reason):
             return None
         return self._places().get(row.whole)
 
     def rows(self, job_id: str, script: str) -> list[JobRow]:
-        """Return the rows of a job, of its tasks, and of all jobs of this batch script."""
+        """Return the rows of a job, its tasks, and all jobs of this batch script."""
         rows = [*self._by_job.get(job_id, ()), *self._by_script.get(script, ())]
         return list(dict.fromkeys(rows)) if len(rows) > 1 else rows
 
@@ -109,7 +109,7 @@ class _Answers:
     pause: float = 0.0
     no_accounting_until: float = 0.0
     ended: dict[str, tuple[float, list[JobRow]]] = field(default_factory=dict)
-    """The time of the query and the accounting's rows, by job; no rows for an unknown job."""
+    """Time of the query and the accounting's rows, by job; no rows for an unknown job."""
     places_asked: float = 0.0
     places: dict[str, Place] = field(default_factory=dict)
 
@@ -128,10 +128,10 @@ class SnapshotCache:
         """Prepare to query.
 
         Args:
-            command: How Slurm's commands are run.
-            file: Where answers are shared; without one every call queries Slurm.
+            command: Runs Slurm's commands.
+            file: The shared cache file; without one, every call queries Slurm.
             clock: Returns the seconds since 1970.
-            fetch: Copies the files that jobs have written until an answer's time.
+            fetch: Copies the files that jobs have written up to an answer's time.
         """
         self._command = command
         self._file = file
@@ -143,7 +143,7 @@ class SnapshotCache:
 
     @property
     def batch_key(self) -> Hashable:
-        """A key that is equal for the same Slurm cluster."""
+        """A key that identifies the Slurm cluster."""
         return self._file or self._command
 
     def look(
@@ -152,9 +152,9 @@ class SnapshotCache:
         """Return the user's jobs.
 
         Args:
-            max_age_s: How old the answer may be.
-            changed: When something happened that the answer must know.
-            patient: Whether a busy controller is left alone; a command that changes something
+            max_age_s: Maximum age of the answer.
+            changed: Time of an event that the answer must include.
+            patient: Whether to back off from a busy controller; a command that changes something
             cannot wait.
 
         Raises:
@@ -183,7 +183,7 @@ class SnapshotCache:
         return newest
 
     def _query(self, answers: _Answers) -> None:
-        asked = self._clock()  # before the query: what happens meanwhile is not in the answer
+        asked = self._clock()  # before the query: the answer may miss events during it
         try:
             rows = ask_mine(self._command)
         except LauncherError as error:
@@ -222,7 +222,7 @@ class SnapshotCache:
         return Snapshot(ask_jobs(self._command, job_ids), asked=asked, mine=False)
 
     def cluster(self) -> str:
-        """Return the name of the cluster, which is asked once an hour; "" if it does not answer."""
+        """Return the name of the cluster, queried once an hour; "" if it does not answer."""
         answers = self._load()
         if not answers.cluster or answers.cluster_asked < self._clock() - _CLUSTER_S:
             done = self._command(["scontrol", "show", "config"])
@@ -234,7 +234,7 @@ class SnapshotCache:
         return answers.cluster
 
     def require_cluster(self, cluster: str) -> None:
-        """Make sure that the cluster of this name answers; another one does not know its jobs.
+        """Require that the cluster of this name answers; another one does not know its jobs.
 
         Raises:
             LauncherError: another cluster answers.
@@ -246,12 +246,12 @@ class SnapshotCache:
             )
 
     def ended(self, job_ids: Iterable[str]) -> dict[str, list[JobRow]]:
-        """Return the accounting's rows of jobs that the controller has forgotten, by their id.
+        """Return the accounting's rows of jobs that the controller has forgotten, by job id.
 
-        One query for all of them; no rows at a site without accounting.
+        One query serves all jobs; a site without accounting has no rows.
 
         Raises:
-            LauncherError: the site has accounting, which does not answer.
+            LauncherError: the site's accounting does not answer.
         """
         answers, now = self._load(), self._clock()
         if now < answers.no_accounting_until:
@@ -280,7 +280,7 @@ class SnapshotCache:
         return {job_id: answers.ended[job_id][1] for job_id in ids if job_id in answers.ended}
 
     def _places(self) -> Mapping[str, Place]:
-        """Return the places of the user's jobs, asked for once a minute, by whichever process."""
+        """Return the queue positions of the user's jobs; one process queries them once a minute."""
 
         def are_old(answers: _Answers) -> bool:
             return not 0 <= self._clock() - answers.places_asked < _PLACES_S
@@ -291,7 +291,7 @@ class SnapshotCache:
                 answers = self._load()
                 if are_old(answers) and self._clock() >= answers.busy_until:
                     answers.places_asked, answers.places = self._clock(), {}
-                    with contextlib.suppress(LauncherError):  # a status is whole without them
+                    with contextlib.suppress(LauncherError):  # a status is complete without them
                         answers.places = ask_places(
                             self._command, {row.whole for row in answers.rows}
                         )
@@ -302,9 +302,9 @@ class SnapshotCache:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Let one process at a time query Slurm; without a lock all of them do."""
+        """Let one process at a time query Slurm; without a lock file, all may query."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a folder that cannot be written
+            with contextlib.suppress(OSError):  # the folder is not writable
                 if self._file is not None:
                     self._file.parent.mkdir(parents=True, exist_ok=True)
                     path = self._file.with_suffix(".lock")
@@ -313,10 +313,10 @@ class SnapshotCache:
             yield
 
     def _load(self) -> _Answers:
-        """Read the file; a torn or strange one has no answers."""
+        """Read the file; a torn or invalid file contains no answers."""
         if self._file is not None:
             self._memory = self._read(self._file)
-        # A clock that was set back must not make an answer last.
+        # A clock that was set back must not extend the life of an answer.
         return self._memory if self._memory.asked <= self._clock() + 1 else _Answers()
 
     def _read(self, file: Path) -> _Answers:
@@ -346,7 +346,7 @@ class SnapshotCache:
         return answers
 
     def _save(self, answers: _Answers) -> None:
-        """Replace the file whole."""
+        """Replace the file atomically."""
         self._memory = answers
         if self._file is None:
             return
@@ -360,11 +360,11 @@ class SnapshotCache:
         except OSError:
             with contextlib.suppress(OSError):
                 part.unlink()
-            self._file = None  # nothing can be shared; from now on every call queries Slurm
+            self._file = None  # no sharing possible; from now on every call queries Slurm
 
 
 def _stamp(path: Path) -> object:
-    """Return what changes when a file is replaced."""
+    """Return a value that changes when a file is replaced."""
     info = path.stat()
     return info.st_ino, info.st_mtime_ns, info.st_size
 

@@ -1,4 +1,4 @@
-"""A job as Slurm shows it, and the status of a run that follows from it."""
+"""A job as Slurm shows it, and the resulting status of a run."""
 
 import re
 from datetime import datetime
@@ -23,7 +23,7 @@ _STATES = {
 }
 """Slurm's job states (squeue manual, JOB STATE CODES); all others are UNKNOWN.
 
-TIMEOUT is PREEMPTED: the time limit, too, stops a run from outside, with a checkpoint.
+TIMEOUT is PREEMPTED: the time limit also stops a run from outside, with a checkpoint.
 """
 
 _EXPLANATIONS = {
@@ -65,15 +65,15 @@ _AFTER_REQUEUE = (
 )
 
 WAITS_FOR_TURN = re.compile("Priority|Resources")
-"""The reasons of jobs that wait for nothing but their turn."""
+"""The reasons of jobs that only wait for their turn."""
 
 
 class Place(NamedTuple):
-    """The place of a pending job among those of its partition; 1 is the next one."""
+    """The queue position of a pending job in its partition; 1 is next."""
 
     number: int
     of: int
-    """How many jobs squeue shows there; a site may hide those of other users (PrivateData)."""
+    """Number of jobs that squeue shows; a site may hide those of other users (PrivateData)."""
 
     partition: str
 
@@ -85,38 +85,38 @@ class JobRow(NamedTuple):
     """A job, or a task of a job array, as squeue or sacct shows it."""
 
     job_id: str
-    """`1234`, or `1234_7`; `1234` alone for the tasks that were cancelled before they started."""
+    """`1234`, or `1234_7`; `1234` alone for all tasks that were cancelled before they started."""
 
     word: str
-    """Slurm's state."""
+    """Slurm's job state."""
 
     reason: str
-    """Why it waits or has ended; empty for none."""
+    """Why it waits or has ended; empty without a reason."""
 
     command: str
     """The script and, before Slurm 24.11, its arguments."""
 
     start: str = ""
-    """When it has started or is expected to, in ISO 8601 with an offset; empty for unknown."""
+    """Actual or expected start time, in ISO 8601 with an offset; empty if unknown."""
 
     @property
     def state(self) -> RunState:
-        """What the state means by itself."""
+        """The run state for Slurm's job state alone."""
         return _STATES.get(self.word, RunState.UNKNOWN)
 
     @property
     def whole(self) -> str:
-        """The id of the job, or of the array that this is a task of."""
+        """The id of the job; for a task, the id of its array."""
         return self.job_id.partition("_")[0]
 
     @property
     def goes_on(self) -> bool:
-        """Whether it may continue an earlier job of the run; from 24.11 on no argument is shown."""
+        """Whether it may continue an earlier job of the run; Slurm 24.11 hides arguments."""
         return self.command == self.script or self.command.endswith((" continue", " chain"))
 
     @property
     def script(self) -> str:
-        """The path of the batch script, which may hold blanks."""
+        """The path of the batch script; it may contain blanks."""
         match = re.match(r"(.*?\.sbatch)(\s|$)", self.command, re.DOTALL)
         return match[1] if match else self.command.partition(" ")[0]
 
@@ -130,19 +130,19 @@ _SCRIPT_WAS_KILLED = (
     "FAILED: the batch script was killed, or could not write why it ended; "
     "`toolkit resubmit` goes on from the last checkpoint"
 )
-"""For a job that Slurm calls FAILED although its script has recorded no end."""
+"""The reason of a FAILED job without an end recorded by its script."""
 
 
 def status_of(
     row: JobRow, run_dir: Path | None, *, after: str = "", place: Place | None = None
 ) -> RunStatus:
-    """Combine Slurm's state with the outcome that the training has written.
+    """Combine Slurm's state with the outcome in the run directory.
 
     Args:
         row: The job.
-        run_dir: The run directory, where this machine can see it.
-        after: The jobs that it waits for, as they were given to sbatch.
-        place: Its place in the queue, if it is known.
+        run_dir: The run directory, if this machine can see it.
+        after: The dependency that was passed to sbatch.
+        place: Its queue position, if it is known.
     """
     state, reason = row.state, row.reason
     if state is RunState.UNKNOWN:
@@ -155,12 +155,12 @@ def status_of(
         and run_dir is not None
         and not run_directory.has_attempts(run_dir)
     ):
-        reason = "never started"  # in place of what the job waited for, which Slurm still shows
+        reason = "never started"  # Slurm still shows the reason for waiting
     elif state is RunState.CANCELLED and run_dir is not None:
         written = run_directory.newest_reason(run_dir)
         if written.word == "cancelled":
             reason = written.text
-        elif not reason or in_words(reason) != reason:  # for which it waited when it was cancelled
+        elif not reason or in_words(reason) != reason:  # cancelled while it was waiting
             who = "toolkit cancel" if run_directory.cancel_requested(run_dir) else "scancel"
             reason = f"cancelled: by {who}"
     elif state is RunState.PENDING and reason == "BeginTime" and _began(run_dir):
@@ -179,14 +179,14 @@ def status_of(
     if state is RunState.PREEMPTED and run_dir is not None:
         ended = run_directory.ended_status(run_dir)
         if ended.state is RunState.SUCCEEDED:
-            return ended  # its time, or its grace at a preemption, was over as it came to its end
+            return ended  # the time limit or preemption grace expired just at its end
     if state is RunState.FAILED and run_dir is not None and not run_dir.is_dir():
         reason = f"{reason}: {run_dir} is gone"  # Slurm could not even open the log
     elif state is RunState.FAILED and run_dir is not None:
         ended = run_directory.ended_status(run_dir)
         word = run_directory.newest_reason(run_dir).word
         if ended.state is RunState.SUCCEEDED and word != "done":
-            return ended  # torchrun failed, or was stopped, after all steps were made
+            return ended  # torchrun failed, or was stopped, after the last step
         if row.word == "FAILED" and run_directory.ended_silently(run_dir):
             full = run_directory.reason_did_not_fit(run_dir)
             said = f"FAILED: no space was left for {run_dir}" if full else _SCRIPT_WAS_KILLED
@@ -203,7 +203,7 @@ def status_of(
 
 
 def _error_of_script(run_dir: Path) -> str:
-    """Return the error of a program or the shell in the log of a job without an attempt."""
+    """Return the error of a program or the shell from the log of a job without an attempt."""
     span = log_reader.Span(path=run_dir / "logs/job.log", below=run_dir)
     try:
         lines = log_reader.end_of(span, _LOG_BYTES).decode(errors="replace").split("\n")
@@ -219,7 +219,7 @@ def _began(run_dir: Path | None) -> bool:
 
 
 def in_words(reason: str) -> str:
-    """Return Slurm's reason with its meaning, where it has one that is not plain.
+    """Return Slurm's reason, with an explanation if it needs one.
 
     >>> in_words("Priority")
     'Priority: others come first'
@@ -233,9 +233,9 @@ def in_words(reason: str) -> str:
 
 
 def expected(start: str, *, now: datetime | None = None) -> str:
-    """Return when a job is expected to start, or "" for a time that is unknown or over.
+    """Return when a job is expected to start, or "" if the time is unknown or past.
 
-    The time is shown in this machine's zone; one without an offset is taken to be in it.
+    The time is shown in this machine's time zone; a time without an offset is assumed to be in it.
 
     >>> expected("2026-11-05T14:05:00", now=datetime(2026, 11, 5, 13, 0))
     'expected to start 14:05'

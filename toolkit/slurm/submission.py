@@ -1,11 +1,11 @@
-"""How the jobs of a run are submitted, each exactly once, and the record of them.
+"""Submits the jobs of a run, each exactly once, and records them.
 
 sbatch may get no answer although the controller has accepted the job: its message timed out, or
-the connection to the login node was cut. Then the job is looked for before it is submitted again:
-no other job has the same command, whose script lies in the run directory.
+the connection to the login node was cut. A retry first searches the queue for the job: no other job
+has the same command, since its script is in the run directory.
 
-A run has one job, several of a chain, or more after `resubmit`. They stand in `jobs.jsonl` of the
-run directory, the oldest first, so that every handle of the run knows them all.
+A run has one job, several in a chain, or more after `resubmit`. `jobs.jsonl` in the run directory
+lists them, oldest first, so that every handle of the run knows all of them.
 """
 
 import json
@@ -26,21 +26,21 @@ from toolkit.text import control, untrusted
 from toolkit.text.answers import error_line, plain
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
-"""How long to wait before each new try: about a minute in all."""
+"""Delay before each retry in seconds: about a minute in all."""
 
 _LOOKS = 2
-"""How often Slurm must say that it has no such job: it may be at taking it just now."""
+"""Number of queries without the job before a retry: Slurm may be accepting it just now."""
 
 _NO_ANSWER = re.compile(
     "Socket timed out|Zero Bytes were transmitted|Connection reset|Connection timed out"
     "|Broken pipe|Unexpected message|receive failure|not connected"
 )
-"""Messages of sbatch after which its request may have arrived (Slurm, slurm_errno.c)."""
+"""Messages of sbatch after which the request may have arrived (Slurm, slurm_errno.c)."""
 
 _JOBS, _VERSION, _BYTES = "jobs.jsonl", 1, 64 << 20
 _MODES = ("", "continue", "chain")
 _SUBMITTED = re.compile(r"Submitted batch job (\d{1,18})(?: on cluster \S+)?$", re.MULTILINE)
-"""sbatch's answer. `--parsable` prints a number alone, as banners may do."""
+"""sbatch's answer. `--parsable` would print only a number, as banners may do."""
 
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?", re.ASCII)
 _AFTER = re.compile(r"[a-z0-9:,_?+]{0,100000}", re.ASCII)
@@ -48,26 +48,26 @@ _AFTER = re.compile(r"[a-z0-9:,_?+]{0,100000}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job that was submitted for a run."""
+    """A submitted job of a run."""
 
     job_id: str
-    """Slurm's id; that of the whole array for a sweep."""
+    """Slurm's job id; for a sweep, the id of the array."""
 
     mode: str = ""
     """The script's last argument: `continue`, `chain`, or none for a new run."""
 
     points: tuple[int, ...] | None = None
-    """The points that are its tasks; None for all, or without a sweep."""
+    """The points among its tasks; None for all points, or without a sweep."""
 
     after: str = ""
-    """The dependency, as it was given to sbatch."""
+    """The dependency that was passed to sbatch."""
 
     folder: str = ""
-    """Where it was submitted: relative paths in a job are below this folder."""
+    """The working directory of the submission: relative paths in a job are below it."""
 
 
 def is_job_id(text: object) -> bool:
-    """Whether a text is an id of Slurm: `1234`, or `1234_7` for a task.
+    """Whether a text is a job id of Slurm: `1234`, or `1234_7` for a task.
 
     >>> is_job_id("1234_7"), is_job_id("-1"), is_job_id("1; rm")
     (True, False, False)
@@ -76,7 +76,7 @@ def is_job_id(text: object) -> bool:
 
 
 def submitted_id(printed: str) -> str:
-    r"""Return the id of a job from what sbatch has printed; "" if it does not name one.
+    r"""Return the job id from the output of sbatch; "" if it contains none.
 
     >>> submitted_id("Budget: 120\n\x1b[32mSubmitted batch job 7 on cluster c\x1b[0m\r\n42\n")
     '7'
@@ -86,7 +86,7 @@ def submitted_id(printed: str) -> str:
 
 
 def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
-    """Return the jobs of a run, the oldest first; none where they were not written down."""
+    """Return the jobs of a run, oldest first; empty if they were not recorded."""
     if run_dir is None:
         return []
     lines = untrusted.lines_of_json(f"{run_dir}/{_JOBS}", limit=_BYTES)
@@ -94,7 +94,7 @@ def read_jobs(run_dir: Path | None) -> list[SlurmJob]:
 
 
 def jobs_stamp(run_dir: Path | None) -> tuple[int, int, int] | None:
-    """Return what changes when jobs are added to those of a run; None where there is no file."""
+    """Return a value that changes when jobs are added to a run; None without a file."""
     try:
         info = Path(f"{run_dir}/{_JOBS}").stat()
     except OSError:
@@ -103,7 +103,7 @@ def jobs_stamp(run_dir: Path | None) -> tuple[int, int, int] | None:
 
 
 def _job(line: Any) -> SlurmJob | None:
-    """Return the job of a line of the file; None if the line does not describe one."""
+    """Parse a line of the file; None if it does not describe a job."""
     data = untrusted.mapping(line)
     texts = {name: data.get(name, "") for name in ("job_id", "mode", "after", "folder")}
     points = data.get("points")
@@ -120,15 +120,15 @@ def _job(line: Any) -> SlurmJob | None:
 
 
 def as_lines(jobs: Iterable[SlurmJob]) -> list[str]:
-    """Return jobs as they stand in the file."""
+    """Return jobs as lines of the file."""
     return [json.dumps({"version": _VERSION, **asdict(job)}) for job in jobs]
 
 
 def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
-    """Add jobs to those of a run, except those that it knows.
+    """Add jobs to those of a run, except known ones.
 
     Raises:
-        LauncherError: they cannot be written.
+        LauncherError: the file cannot be written.
     """
     job_ids = {job.job_id for job in read_jobs(run_dir)}
     lines = [f"{line}\n" for line in as_lines(job for job in jobs if job.job_id not in job_ids)]
@@ -142,28 +142,28 @@ def write_jobs(run_dir: Path, jobs: Iterable[SlurmJob]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job, or a chain of jobs of which each waits for the one before, as one submission."""
+    """A submission of a job, or of a chain, in which each job waits for the previous one."""
 
     folder: RunFolder
     """The run directory."""
 
     script: str
-    """The batch script, as the nodes see it."""
+    """The path of the batch script on the nodes."""
 
     log: str
-    """Where it prints, as sbatch wants it."""
+    """The path of its log, as an option of sbatch."""
 
     jobs: tuple[SlurmJob, ...]
     """The jobs; their ids are not known yet."""
 
     token: str = field(default_factory=lambda: random.token_hex(4))
-    """An id that distinguishes this submission from all others of the run."""
+    """A unique id of this submission within the run."""
 
     known: tuple[str, ...] = ()
-    """The ids of the jobs that the run had before."""
+    """The ids of the run's earlier jobs."""
 
     array: str | None = None
-    """The tasks of a sweep, where they are not all of the script's."""
+    """The tasks of a sweep, if they are not all tasks of the script."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the submission as JSON, for `of_json`."""
@@ -176,7 +176,7 @@ class Submission:
         """Return the submission of the run `name` from its JSON.
 
         Raises:
-            LauncherError: another version has written it.
+            LauncherError: another version of the toolkit has written it.
         """
         try:
             folder = RunFolder(**data["folder"] | {"here": Path(data["folder"]["here"])})
@@ -192,7 +192,7 @@ class Submission:
             ) from None
 
     def job_after(self, sent: Sequence[SlurmJob]) -> SlurmJob:
-        """Return the job that follows the sent ones, with its whole dependency."""
+        """Return the next job after the sent ones, with its complete dependency."""
         job = self.jobs[len(sent)]
         waits = [job.after, f"afterany:{sent[-1].job_id}" if sent else ""]
         return replace(job, after=",".join(filter(None, waits)))
@@ -224,13 +224,13 @@ def send(
     secrets: Mapping[str, str],
     interrupted: bool = False,
 ) -> list[SlurmJob]:
-    """Submit the jobs, with secrets as variables from here, and return them with their ids.
+    """Submit the jobs, with secrets as variables, and return them with their ids.
 
     With `interrupted`, an earlier call may have submitted some of the jobs.
 
     Raises:
-        UnknownOutcome: it is unknown whether Slurm has one of them.
-        LauncherError: sbatch refused one of them; those before it are cancelled.
+        UnknownOutcome: it is unknown whether Slurm has received one of them.
+        LauncherError: sbatch refused one of them; the earlier ones are cancelled.
     """
     sent: list[SlurmJob] = []
     for _ in submission.jobs:
@@ -255,7 +255,7 @@ def _send_once(
     secrets: Mapping[str, str],
     interrupted: bool,
 ) -> SlurmJob:
-    """Submit the job that follows those that were sent, and be sure of it."""
+    """Submit the next job after the sent ones, exactly once."""
     job = submission.job_after(sent)
     argv = submission.sbatch(job, cwd=login.cwd)
     folder, key = submission.folder, submission.key(len(sent))
@@ -274,12 +274,12 @@ def _send_once(
             why = str(error)
             break
         except Lost as error:
-            # The command may have been done, and the login node has written its answer down.
+            # sbatch may have run; then the login node has recorded its answer.
             doubt, looks, why = False, 0, str(error)
             continue
         except SchedulerMissing:
             raise
-        except LauncherError as error:  # from the look at the queue
+        except LauncherError as error:  # from the queue query
             why = str(error)
             continue
         if done.returncode == 0 and (job_id := submitted_id(done.stdout)):
@@ -298,15 +298,15 @@ def _send_once(
 
 
 def _queued(login: LoginNode, submission: Submission, job: SlurmJob, others: Sequence[str]) -> str:
-    """Return the oldest of Slurm's jobs with this command that is no other of the run; else ""."""
-    # As squeue shows it: whole, or from 24.11 on its script.
+    """Return the id of Slurm's oldest unrecorded job with this command, or "" if none exists."""
+    # squeue shows the whole command; from Slurm 24.11 on, only the script.
     commands = (" ".join(submission.argv(job)), submission.script)
     queued = {row.whole for row in ask_mine(login.command) if row.command in commands}
     return min(queued - {*submission.known, *others}, key=int, default="")
 
 
 def find(login: LoginNode, submission: Submission) -> list[SlurmJob]:
-    """Return the jobs of a submission that Slurm has, with their ids.
+    """Return the jobs of a submission that Slurm has received, with their ids.
 
     Raises:
         LauncherError: the login node or the controller does not answer.

@@ -1,4 +1,4 @@
-"""A sweep on Slurm: a job array; each task is a point with a run directory of its own."""
+"""A sweep on Slurm: a job array; each task is a point with a separate run directory."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,21 +20,21 @@ from toolkit.slurm.submission import SlurmJob, jobs_stamp
 
 
 class SlurmSweep(SlurmRun):
-    """All points of a sweep together."""
+    """All points of a sweep."""
 
     _known: tuple[Snapshot, object, Mapping[str, JobRow], Mapping[int, SlurmJob]] | None = None
     _known_jobs: tuple[object, Mapping[int, SlurmJob]] | None = None
 
     @cached_property
     def points(self) -> "tuple[SlurmPoint, ...]":
-        """The points, each a run of its own."""
+        """The points of the sweep; each is a run."""
         points = read_points(self.record.run_dir)
         return tuple(
             SlurmPoint(self, index, name, settings) for index, (name, settings) in enumerate(points)
         )
 
     def statuses(self) -> list[RunStatus]:
-        """Return the status of each point, by one query and the run directories of the others."""
+        """Return the status of each point, from one query and the run directories."""
         return self._part_statuses()
 
     def statuses_in(self, snapshot: Snapshot) -> "Sequence[RunStatus | None]":
@@ -43,7 +43,7 @@ class SlurmSweep(SlurmRun):
         return [point.status_in(rows, newest[point.index], snapshot) for point in self.points]
 
     def known_in(self, snapshot: Snapshot) -> tuple[Mapping[str, JobRow], Mapping[int, SlurmJob]]:
-        """Return what an answer has of the sweep, once for all points: rows, and newest jobs."""
+        """Return the rows and newest jobs of the sweep in an answer, once for all points."""
         stamp = jobs_stamp(self.run_dir)
         if self._known is None or self._known[0] is not snapshot or self._known[1] != stamp:
             rows = self._rows_in(snapshot)
@@ -51,10 +51,10 @@ class SlurmSweep(SlurmRun):
         return self._known[2:]
 
     def newest(self, rows: Mapping[str, JobRow]) -> Mapping[int, SlurmJob]:
-        """Return the newest job of each point, those that people have submitted included."""
+        """Return the newest job of each point, including jobs that users submitted."""
         if jobs := self._jobs_of(rows):
             return self._by_point(jobs)
-        # Each point asks; the file of the jobs is read again when it has changed.
+        # Every point calls this; read the job file again only if it has changed.
         stamp = jobs_stamp(self.run_dir)
         if self._known_jobs is None or self._known_jobs[0] != stamp:
             self._known_jobs = stamp, self._by_point(self.jobs)
@@ -68,7 +68,7 @@ class SlurmSweep(SlurmRun):
         }
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
-        """Yield what the points have printed, each line after its point's name."""
+        """Yield the output of the points, each line prefixed with its point's name."""
         self._login.fetch(time.time())
         spans = {point.uri: point._spans for point in self.points}
         if view.follow:
@@ -79,7 +79,7 @@ class SlurmSweep(SlurmRun):
         return ["--state=PENDING", *dict.fromkeys(i.partition("_")[0] for i in job_ids)]
 
     def conditions(self, wish: str) -> list[str]:
-        """Return what sbatch must wait for, so that all points end as wished."""
+        """Return the sbatch dependencies on the end of all points."""
         statuses, newest = self.statuses(), self.newest({})
         pairs = list(zip(self.points, statuses, strict=True))
         live = [point for point, status in pairs if not (status.state.final or status.lost)]
@@ -101,11 +101,11 @@ class SlurmSweep(SlurmRun):
         return [":".join([CONDITIONS[wish], *tasks])] if tasks else []
 
     def unfinished(self) -> list[int]:
-        """Return the points that have ended without success."""
+        """Return the points that ended without success."""
         return unfinished_of(self, self.statuses())
 
     def withdraw_cancel(self, points: list[int]) -> None:
-        """Take back that the sweep was cancelled, for these points; the others stay cancelled."""
+        """Clear the cancellation of the sweep for these points; the others stay cancelled."""
         assert self.run_dir is not None
         whole = run_directory.cancel_requested(self.run_dir)
         for point in self.points:
@@ -148,13 +148,13 @@ class SlurmPoint(SlurmRun):
     def status_in(
         self, rows: Mapping[str, JobRow], job: SlurmJob, snapshot: Snapshot
     ) -> RunStatus | None:
-        """Return the status of the point from Slurm's rows of all jobs and its run directory."""
+        """Return the status of the point from Slurm's rows and its run directory."""
         row = rows.get(f"{job.job_id}_{self.index}")
         if row is None and not run_directory.has_attempts(self.run_dir):
-            row = rows.get(job.job_id)  # tasks that were cancelled before they started, together
+            row = rows.get(job.job_id)  # one row for all tasks cancelled before they started
         if row is None:
             return self._forgotten(snapshot)
-        # The task itself makes the folder of its point: without one, it has failed before.
+        # The task itself creates the folder of its point: without it, the task failed earlier.
         failed_before = row.state is RunState.FAILED and not self.run_dir.is_dir()
         run_dir = None if failed_before else self.run_dir
         return status_of(row, run_dir, after=job.after, place=snapshot.place(row))
@@ -177,7 +177,7 @@ class SlurmPoint(SlurmRun):
         return super()._by_run_dir()
 
     def unreachable(self, reason: str) -> RunStatus:
-        """Believe an end that nothing can follow."""
+        """Return a final status that no requeue can follow; any other status is unknown."""
         if not run_directory.has_attempts(self.run_dir):
             return RunStatus(state=RunState.UNKNOWN, reason=reason)
         return super().unreachable(reason)
@@ -190,16 +190,16 @@ class SlurmPoint(SlurmRun):
         return run_dir.parent / "logs" / f"{self.index}.log"
 
     def cancel(self) -> None:
-        """Request that this point stops with a checkpoint, or never starts."""
+        """Request this point to stop with a checkpoint, or never to start."""
         self.run_dir.mkdir(exist_ok=True)
         super().cancel()
 
     def _ask_to_stop(self, job_ids: list[str]) -> None:
-        # While other tasks of the array wait, slurmctld signals this one and answers that it could
-        # not: scancel would signal it once more after 5 s, and again for a minute and a half.
+        # While other tasks of the array wait, slurmctld signals this task but reports a failure:
+        # scancel would repeat the signal after 5 s, and again for a minute and a half.
         self._scancel("--batch", "--signal=USR2", *job_ids, within_s=4)
 
     def unfinished(self) -> list[int]:
-        """Return this point, if it has ended without success."""
+        """Return this point if it ended without success."""
         super().unfinished()
         return [self.index]

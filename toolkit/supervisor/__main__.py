@@ -28,7 +28,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     given, command = parser.parse_args(words[:end]), words[end + 1 :]
     if not command and not getattr(given, "refuse", ""):
         parser.error("torchrun and its arguments must follow a '--'")
-    # A script carries the modules of its own roles alone.
+    # A script carries only the modules of its roles.
     role: Any = importlib.import_module("." + given.role.replace("keep", "keeper"), __package__)
     values = {**vars(given), "command": command}
     if "policy" in role.Options._fields:
@@ -95,7 +95,7 @@ def _add_pod(role: argparse.ArgumentParser) -> None:
 
 
 def _add_batch(role: argparse.ArgumentParser) -> None:
-    """Add what the program on Slurm's batch host is told."""
+    """Add the options of the program on Slurm's batch host."""
     role.add_argument("run_dir")
     role.add_argument("mode", nargs="?", default="", choices=["", "continue", "chain", "join"])
     role.add_argument("join", nargs="*", help="ATTEMPT ENDPOINT JOB_ID of the run to join")
@@ -117,7 +117,7 @@ def _add_batch(role: argparse.ArgumentParser) -> None:
 
 
 def _add_node(role: argparse.ArgumentParser) -> None:
-    """Add what a node of a Slurm step is told."""
+    """Add the options of a node of a Slurm step."""
     role.add_argument("logs", help="the attempt's folder")
     role.add_argument(
         "--env", dest="variables", action="append", default=[], help="NAME=VALUE, for the ranks"
@@ -153,7 +153,7 @@ def _add_join_timeout(role: argparse.ArgumentParser, default: int) -> None:
 
 
 def _ports(word: str) -> Tuple[int, int]:
-    """Return the first port, and how many there are, of FIRST+COUNT."""
+    """Return the first port and the number of ports from FIRST+COUNT."""
     first, _, count = word.partition("+")
     return int(first), int(count)
 
@@ -171,14 +171,14 @@ def _container(given: argparse.Namespace) -> "Optional[Container]":
     return Container(**{name: getattr(given, name) for name in Container._fields})
 
 
-# ---- What all roles have in common
+# ---- Options of all roles
 
 
 def _add_policy(role: argparse.ArgumentParser) -> None:
-    """Add what a role does when something fails.
+    """Add the failure options of a role.
 
-    The webhook's address and the command of `notify` may hold secrets, and other users see command
-    lines: they come by the environment variables `_notify_webhook` and `_notify_command`.
+    The webhook address and the command of `notify` may contain secrets, and other users can see
+    command lines, so the environment variables `_notify_webhook` and `_notify_command` pass them.
     """
     role.add_argument("--job", required=True, help="the job's name")
     role.add_argument("--restarts", type=int, default=0, help="of the ranks, by torchrun")

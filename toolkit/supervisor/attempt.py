@@ -1,4 +1,4 @@
-"""The folder of an attempt, and what earlier attempts have come to.
+"""The folder of an attempt, and the results of earlier attempts.
 
 Files and words: docs/reference/run-directory.md.
 """
@@ -13,11 +13,11 @@ from .policy import Made
 
 
 class Refused(Exception):
-    """The run directory cannot be used as it was asked for."""
+    """The run directory cannot be used in the requested mode."""
 
 
 class Attempt:
-    """One start of the run, in a folder of its own."""
+    """One start of the run, in a separate folder."""
 
     def __init__(self, run_dir: str, number: int, since: int) -> None:
         self.run_dir, self.number = run_dir, number
@@ -26,31 +26,31 @@ class Attempt:
         self.logs = folder_of(run_dir, number)
 
     def path(self, name: str) -> str:
-        """Return the path of a file of this attempt."""
+        """Return the path of a file in this attempt's folder."""
         return os.path.join(self.logs, name)
 
     def write(self, name: str, text: str) -> None:
-        """Write a line into a file of this attempt."""
+        """Write a line to a file in this attempt's folder."""
         with open(self.path(name), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text + "\n")
 
     def note(self, name: str, text: str) -> None:
-        """Write a line into a file of this attempt, if that is possible: the disk may be full."""
+        """Write a line to a file of this attempt, if possible: the disk may be full."""
         with contextlib.suppress(OSError):
             self.write(name, text)
 
     def made(self, word: str, step: Optional[int]) -> List[Made]:
-        """Return what all attempts since `since` have come to, this one with word and step."""
+        """Return the results of all attempts from `since` on; word and step are this attempt's."""
         numbers = range(max(self.since, 0), self.number)
         return [*(made_in(self.run_dir, number) for number in numbers), Made(word, step)]
 
     def best_before(self) -> int:
-        """Return the step that the attempt before `since` has reached."""
+        """Return the last step of the attempt before `since`."""
         return made_in(self.run_dir, self.since - 1).step or 0
 
 
 def with_number(word: str, number: int) -> str:
-    """Return a word of torchrun's command with the attempt's number in it.
+    """Return a word of the torchrun command with the attempt number filled in.
 
     >>> with_number("--out=${TRAIN_ATTEMPT}/$${TRAIN_ATTEMPT}", 3)
     '--out=3/$${TRAIN_ATTEMPT}'
@@ -64,7 +64,7 @@ def folder_of(run_dir: str, number: int) -> str:
 
 
 def next_number(run_dir: str) -> int:
-    """Return the number of the attempt that comes next."""
+    """Return the number of the next attempt."""
     number = 0
     while os.path.lexists(folder_of(run_dir, number)):
         number += 1
@@ -72,7 +72,7 @@ def next_number(run_dir: str) -> int:
 
 
 def made_in(run_dir: str, number: int) -> Made:
-    """Return what an attempt has come to, by its files `reason` and `step`."""
+    """Return the result of an attempt from its files `reason` and `step`."""
     folder = folder_of(run_dir, number)
     step = read(os.path.join(folder, "step"), 100).strip()
     word = read(os.path.join(folder, "reason"), 100).partition(":")[0]
@@ -84,8 +84,8 @@ def open_attempt(run_dir: str, mode: str) -> Attempt:
 
     Args:
         run_dir: The run directory.
-        mode: "" for a new run; `continue` for an earlier run, whose failures count no longer;
-            `restart` for the next attempt of the same submission.
+        mode: "" for a new run; `continue` for an earlier run, with its failures no longer
+        counted; `restart` for the next attempt of the same submission.
 
     Raises:
         Refused: the directory holds a run, and `mode` does not say what to do with it.

@@ -1,8 +1,8 @@
-"""The program on Slurm's batch host: it starts srun, and decides what follows when the step ends.
+"""The program on Slurm's batch host: starts srun, and decides what follows when the step ends.
 
-One loop: signals of Slurm and of `toolkit cancel`, marks of the nodes each five seconds, the end
-of srun. Another attempt follows on the same nodes if all are alive and none is suspected; otherwise
-Slurm queues the job again.
+One loop handles signals of Slurm and `toolkit cancel`, the nodes' marks every five seconds, and the
+end of srun. Another attempt follows on the same nodes if all are alive and none is suspected;
+otherwise Slurm queues the job again.
 """
 
 import contextlib
@@ -47,55 +47,55 @@ from .supervised import Policy, lacks, preload_secrets
 AGAIN = "queued again"
 STAYS = "started again on the same nodes"
 STOPS = {signal.SIGUSR1: "walltime", signal.SIGUSR2: "cancelled"}
-"""Slurm warns by SIGUSR1 before the time is over, `toolkit cancel` sends SIGUSR2."""
+"""Slurm sends SIGUSR1 before the time limit; `toolkit cancel` sends SIGUSR2."""
 
 TRIES, TRY_PAUSE_S = 3, 10
-"""How often srun starts if a node's slurmd does not answer."""
+"""How often to start srun if a node's slurmd does not answer."""
 
 MOST_EMPTY_STEPS = 20
 """How many steps may be started to get past the numbers of earlier ones."""
 
 REQUEUE_S, REQUEUE_PAUSE_S = 600, 5
-"""How long a controller that does not answer is asked to queue the job again."""
+"""How long to retry the requeue if the controller does not answer."""
 
 FAILED = "lost: the supervisor failed: "
-"""How a reason begins that tells of a mistake of this program."""
+"""Prefix of a reason that reports a bug in this program."""
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     run_dir: str
     mode: str
     command: Sequence[str]
-    """srun, and behind a `--` torchrun and its arguments."""
+    """srun, then `--`, torchrun and its arguments."""
     ports: Tuple[int, int]
-    """The first port that the rendezvous may use, and how many."""
+    """The first port for the rendezvous, and the number of ports."""
     policy: Policy
     fewest: int = 0
     """The fewest nodes of an elastic job; 0: all."""
     most: int = 0
-    """How many nodes an elastic job wants; 0: as many as it has."""
+    """The most nodes of an elastic job; 0: as many as it has."""
     point: str = ""
-    """The name of this point of a sweep."""
+    """The name of this sweep point."""
     takes_turns: bool = False
     """Whether several jobs may continue the run in turn: a chain."""
     programs: Sequence[str] = ()
-    """Programs that must be in PATH; of names with a comma between them, one."""
+    """Programs that must be in PATH; of names separated by commas, one is enough."""
     early: Sequence[str] = ()
-    """Names of signals that came before this program has started."""
+    """Names of signals received before this program started."""
     image: str = ""
-    """A container image, if that is a file."""
+    """The container image, if it is a file."""
     refuse: str = ""
-    """Why the job has ended before torchrun began; empty if it has not."""
+    """Why the job ends before torchrun starts; empty if it does not."""
     script: str = ""
-    """The batch script, which jobs that join an elastic one run, too."""
+    """The batch script; jobs that join an elastic job run the same script."""
     join: Sequence[str] = ()
-    """Of a job that joins another one: the attempt, where its ranks meet, and the job's number."""
+    """For a job that joins another job: the attempt, its rendezvous endpoint, and its job id."""
 
 
 def main(options: Options) -> int:
-    """Make an attempt, and those that follow on the same nodes; return the exit status."""
+    """Make an attempt, and further ones on the same nodes; return the exit status."""
     signals = Signals((*STOPS, signal.SIGTERM, signal.SIGCHLD))
     signals.seen += [getattr(signal, "SIG" + name) for name in options.early]
     run_dir = os.path.abspath(options.run_dir)
@@ -192,7 +192,7 @@ def _require_mountable(run_dir: str, command: Sequence[str]) -> None:
 
 
 def obstacle_of(options: Options) -> str:
-    """Return what keeps a job from starting here."""
+    """Return why a job cannot start here; empty if it can."""
     missing = lacks(options.policy)
     if missing:
         return missing
@@ -218,19 +218,19 @@ def obstacle_of(options: Options) -> str:
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of an attempt meet."""
+    """The rendezvous of an attempt."""
 
     endpoint: str
     job: str
-    """The job whose attempt it is."""
+    """The job that owns the attempt."""
     attempt: int
 
 
 def step_argv(command: Sequence[str], logs: str, meeting: Meeting, *more: str) -> List[str]:
-    """Return the command of a step, with what only the supervisor knows.
+    """Return the command of a step, with the options that only the supervisor knows.
 
-    Before the first `--` come options of the node and the attempt's folder, and behind torchrun
-    where its ranks meet.
+    Options for the node and the attempt's folder are inserted before the first `--`, and the
+    rendezvous options after torchrun.
     """
     words = list(command)
     end = words.index("--") if "--" in words else len(words)
@@ -244,7 +244,7 @@ def step_argv(command: Sequence[str], logs: str, meeting: Meeting, *more: str) -
 
 
 def step_environ(attempt: Attempt) -> Dict[str, str]:
-    """Return the environment of a step of an attempt."""
+    """Return the environment of an attempt's step."""
     environ = {
         **os.environ,
         "TRAIN_RUN_DIR": attempt.run_dir,
@@ -257,7 +257,7 @@ def step_environ(attempt: Attempt) -> Dict[str, str]:
 
 
 class Batch(JobEvidence):
-    """An attempt, from its beginning to what follows."""
+    """An attempt, from its start to the decision at its end."""
 
     def __init__(
         self,
@@ -275,14 +275,14 @@ class Batch(JobEvidence):
         self.say = Speaker(options.policy.job, options.point)
         self.srun: Optional[subprocess.Popen[bytes]] = None
         self.excluded: Optional[str] = None
-        """What was said about nodes that the job does without; None: not looked at yet."""
+        """The message about excluded nodes; None: not determined yet."""
         self.told = ""
-        """What `stopping` says to the nodes."""
+        """The text of the file `stopping`, which the nodes read."""
         self.concluding = False
         self.stays = False
         """Whether another attempt follows on the same nodes."""
         self.idle = False
-        """Whether the attempt has made no step that others had not, as far as is known."""
+        """Whether the attempt made no step beyond earlier attempts, as far as is known."""
         self.asked: Optional[subprocess.Popen[bytes]] = None
         self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
         self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
@@ -291,7 +291,7 @@ class Batch(JobEvidence):
     # ---- The attempt
 
     def supervised(self) -> int:
-        """Make the attempt. A mistake of this program does not end the run."""
+        """Make the attempt. A bug in this program does not end the run."""
         try:
             return self.run()
         except Exception as error:
@@ -308,7 +308,7 @@ class Batch(JobEvidence):
         if batch_opening.is_cancelled(self.start, self.attempt):
             self.stopping = "cancelled"
         if self.nodes.elastic:
-            elastic.cancel_joiners(self.slurm, self.attempt)  # of an attempt that was killed
+            elastic.cancel_joiners(self.slurm, self.attempt)  # those of an attempt that was killed
         self._link_log()
         if self.start.after is None:
             self._ask_for_times()
@@ -342,7 +342,7 @@ class Batch(JobEvidence):
         return self._run_step()
 
     def refuse(self, why: str, *, aloud: bool = True) -> int:
-        """End an attempt whose step cannot start."""
+        """End an attempt that cannot start its step."""
         if aloud:
             self.say.error(why)
         self.attempt.note("reason", f"fatal: {why}")
@@ -357,7 +357,7 @@ class Batch(JobEvidence):
             os.symlink(self.log.path, link)
 
     def _ask_for_times(self) -> None:
-        """Let the controller's times of the job be written, for `toolkit goodput`."""
+        """Have the job's times recorded from the controller, for `toolkit goodput`."""
         environ = {**self.slurm.environ, "SLURM_TIME_FORMAT": "%s"}
         argv = ["timeout", "30", "scontrol", "-o", "show", "job", self.slurm.job]
         try:
@@ -373,7 +373,7 @@ class Batch(JobEvidence):
             pass
 
     def complete_previous(self) -> Optional[int]:
-        """Write what the previous attempt could not; return a status if limits end the run."""
+        """Complete the previous attempt's records; return a status if limits end the run."""
         number, run_dir = self.attempt.number, self.attempt.run_dir
         follows = self.restarts > 0 or self.options.mode == "chain"
         if not self.has_limits or not follows or not number or self.start.after is not None:
@@ -418,7 +418,7 @@ class Batch(JobEvidence):
         return self.conclude(self._status_of_nodes(status))
 
     def _launch(self) -> int:
-        """Run srun once; return its status, or that of the nodes if it hangs."""
+        """Run srun once; return its status, or the nodes' status if srun hangs."""
         watch = Watch(self)
         self.srun = subprocess.Popen(self.argv(), stdin=subprocess.DEVNULL, env=self.environ())
         try:
@@ -434,7 +434,7 @@ class Batch(JobEvidence):
         return self.status_of_srun(status)
 
     def _end_srun(self, srun: "subprocess.Popen[bytes]") -> None:
-        """End a step for a mistake of this program: another attempt follows."""
+        """End a step because of a bug in this program: another attempt follows."""
         self.signal_step()
         try:
             srun.wait(self.policy.grace_s + STOP_MARGIN_S)
@@ -448,7 +448,7 @@ class Batch(JobEvidence):
         return step_argv(self.options.command, self.attempt.logs, meeting)
 
     def endpoint(self) -> str:
-        """Return where the ranks meet: on the first node, at a port of this attempt's own."""
+        """Return the rendezvous endpoint: the first node, and a port for this attempt only."""
         first, many = self.options.ports
         number = int(self.slurm.job_id) + 1999 * self.attempt.number
         return f"{self.nodes.names[0]}:{first + number % many}"
@@ -461,25 +461,25 @@ class Batch(JobEvidence):
         return environ
 
     def status_of_srun(self, status: int) -> int:
-        """Return srun's exit status, or that of the nodes where it says 0 or hangs."""
+        """Return srun's exit status, or the nodes' status if srun exits with 0 or hangs."""
         ended = self.marks.ended()
         if os.path.exists(self.attempt.path("hung")):
             return max((int(text) for text in ended if text.isdigit()), default=1)
         good, bad = ended.count("0"), sum(text != "0" for text in ended)
-        # srun also says 0 where Slurm has lost a node, and after a stop.
+        # srun also exits with 0 if Slurm has lost a node, and after a stop.
         lost = job_log.failed_nodes(self.log.read_on())
         if status == 0 and lost and good < self.nodes.most:
             return 1
         return 1 if status == 0 and self.stopping and (bad or not good) else status
 
     def _status_of_nodes(self, status: int) -> int:
-        """Return the status of the step: torchrun's own counts where srun says 0."""
+        """Return the status of the step: torchrun's own status counts if srun exits with 0."""
         stopped = self.marks.texts("stopped")
         if status == 0 and self.stopping == "terminated" and "0" not in stopped:
             status = 1
         if status == 0 and any(text != "0" for text in stopped):
             status = 1
-        # A lost node is no failure where enough others came to the end.
+        # A lost node does not count as a failure if enough other nodes succeeded.
         if self.nodes.elastic and len(self.marks.of("succeeded")) >= self.nodes.fewest:
             status = 0
         return status
@@ -487,8 +487,8 @@ class Batch(JobEvidence):
     def _skip_step_numbers(self) -> None:
         """Start empty steps, until the next number is past those of the last attempts.
 
-        slurmctld sends a kill that a node has not confirmed again, 60 s later or more. A requeued
-        job has the same id: a step of the same number would be taken for the one to be killed.
+        slurmctld repeats a kill that a node has not confirmed, 60 s later or more. A requeued job
+        has the same id: the repeated kill would hit a new step with the old step's number.
         """
         taken: Set[str] = set()
         for number in range(max(0, self.attempt.number - 8), self.attempt.number):
@@ -503,7 +503,7 @@ class Batch(JobEvidence):
                 return
 
     def _removed(self) -> int:
-        """End a run whose directory was removed: another start would begin at step 0."""
+        """End a run because its directory was removed: a new start would begin at step 0."""
         os.makedirs(self.attempt.logs, exist_ok=True)
         why = f"{self.attempt.run_dir} was removed during the run"
         return self._end(1, Verdict("fatal", why), Decision("fatal", "not " + AGAIN, again=False))
@@ -511,13 +511,13 @@ class Batch(JobEvidence):
     # ---- Signals
 
     def _note_term(self, number: int, frame: Any) -> None:
-        """Note Slurm's SIGTERM, and why this script is ending: it may be killed at any moment."""
+        """Record Slurm's SIGTERM and the reason: Slurm may kill this script at any moment."""
         self.signals.seen.append(signal.SIGTERM)
         if not self.concluding and not self.superseded():
             self.attempt.note("reason", f"terminated: by Slurm; {batch_opening.KILLED}")
 
     def heed_signals(self) -> None:
-        """Do what the signals that have come ask for."""
+        """Act on the signals received."""
         for number in self.signals.take():
             if number == signal.SIGTERM:
                 self._terminated()
@@ -525,7 +525,7 @@ class Batch(JobEvidence):
                 self._stop(STOPS[signal.Signals(number)])
 
     def _is_stopped(self) -> bool:
-        """Take note of signals; return whether the attempt is to stop."""
+        """Handle signals; return whether the attempt is to stop."""
         self.heed_signals()
         return bool(self.stopping)
 
@@ -537,7 +537,7 @@ class Batch(JobEvidence):
     def stop_step(self, why: str) -> None:
         """Ask all nodes to stop; the first reason counts."""
         self.told = self.told or why
-        self.attempt.note("stopping", self.told)  # a node whose task has not begun finds it
+        self.attempt.note("stopping", self.told)  # for a node that has not begun its task
         self.signal_step()
 
     def signal_step(self) -> None:
@@ -551,13 +551,13 @@ class Batch(JobEvidence):
             self.srun.send_signal(signal.SIGUSR1)
 
     def _terminated(self) -> None:
-        """Write why Slurm ends the attempt: it may kill this script before the step has ended."""
+        """Write why Slurm ends the attempt: Slurm may kill this script before the step ends."""
         self.stopping = self.stopping or "terminated"
         if self.srun is None or self.concluding:
             return
         verdict = self.stopped() or Verdict("terminated", "by Slurm")
         if verdict.why == BY_SIGNAL:
-            self.stop_step("terminated")  # scancel --batch may have told this script alone
+            self.stop_step("terminated")  # scancel --batch signals only this script
         follows = ""
         if self.queued:
             self.slurm.start_soon(killed=True)
@@ -565,7 +565,7 @@ class Batch(JobEvidence):
         self.note(verdict, follows + batch_opening.KILLED)
 
     def stopped(self) -> Optional[Verdict]:
-        """Who has ended the attempt from outside; a signal may come while that is judged."""
+        """Return the verdict if the attempt was ended from outside; handle late signals first."""
         if self.concluding:
             for number in self.signals.take():
                 word = STOPS.get(signal.Signals(number), "")
@@ -581,12 +581,12 @@ class Batch(JobEvidence):
     # ---- The end
 
     def note(self, verdict: Verdict, decision: str) -> None:
-        """Write the reason, unless another attempt has taken over: that has written it."""
+        """Write the reason, unless another attempt has taken over and has written it."""
         if not self.superseded():
             self.write_reason(verdict, decision)
 
     def conclude(self, status: int) -> int:
-        """End the attempt, and queue the job again if the policy says so; return the status."""
+        """End the attempt, and queue the job again if the policy allows; return the status."""
         self._is_stopped()
         self.concluding = True
         self.status = status
@@ -600,17 +600,17 @@ class Batch(JobEvidence):
             verdict = self.note_failing_node(verdict)
         if verdict.word != "done":
             self.status = self.status or 1
-        if self.stopping != "terminated":  # that has written it already
+        if self.stopping != "terminated":  # _terminated() has already written the reason
             self.note(verdict, "deciding")
         step = outcome.step
         if current or verdict.word not in ("preempted", "requeued", "fenced"):
             batch_opening.save_step(self.attempt.logs, step)
-        else:  # it was preempted before it began, which is no attempt without progress
+        else:  # preempted before it began: does not count as an attempt without progress
             step = ""
         return self._follow(verdict, self.decide(verdict, step))
 
     def decide(self, verdict: Verdict, step: str) -> Decision:
-        """Return what follows an attempt that ended so, at a step."""
+        """Return what follows an attempt with this verdict and last step."""
         attempts = self.attempt.made(verdict.word, int(step) if step.isdigit() else None)
         limits = self._limits()
         if limits.by_others:
@@ -638,10 +638,10 @@ class Batch(JobEvidence):
         return self._end(status, verdict._replace(word=decision.word), decision)
 
     def _may_stay(self, verdict: Verdict) -> bool:
-        """Whether another attempt may begin where this one has failed, without a wait in the queue.
+        """Whether another attempt may begin on the same nodes, without a wait in the queue.
 
-        Each node has come to its end, no two attempts have failed first on the same one, and all
-        are up. What fails here twice in a row without a new step may not fail elsewhere, or later.
+        It may if all nodes have ended their tasks and are up, and no node failed first in two
+        attempts. After two failures without a new step, other nodes or a later start may help.
         """
         if self.start.after is not None and self.idle:
             return False
@@ -664,13 +664,13 @@ class Batch(JobEvidence):
         return limits._replace(by_others=self.options.takes_turns and not limits.requeue)
 
     def _chain_continues(self) -> bool:
-        """Whether this job is not the last one of its chain, by the list of `toolkit submit`."""
+        """Whether this job is not the last of its chain, by the list of `toolkit submit`."""
         lines = last_lines(os.path.join(self.attempt.run_dir, "jobs.jsonl"))
         own = f'"job_id": "{self.slurm.job_id}"'
         return bool(lines) and '"mode": "chain"' in lines[-1] and own not in lines[-1]
 
     def _has_room(self) -> bool:
-        """Whether the disk has room for a reason; make some."""
+        """Whether the disk has room for a reason; frees the reserve in any case."""
         path = self.attempt.path("reserve.full")
         try:
             with open(path, "wb") as file:
@@ -694,7 +694,7 @@ class Batch(JobEvidence):
             text += after_restarts(
                 self.attempt.run_dir, self.attempt.number, [self.log.path], self.log.begin
             )
-        if self.superseded():  # that tells its own end
+        if self.superseded():  # that attempt reports its own end
             return status
         tries = 1 if goes_on or self.stopping else 3  # little time is left after a stop
         self.tell("requeue" if goes_on else "end", verdict.word, f"ended: {text}", tries)
@@ -703,13 +703,13 @@ class Batch(JobEvidence):
         return status
 
     def _queue_again(self, verdict: Verdict) -> Optional[Tuple[Verdict, str]]:
-        """Queue the job again; return how the attempt ends if that cannot be.
+        """Queue the job again; return how the attempt ends if that is impossible.
 
-        A controller that does not answer may be restarting. If this node's cable was cut, Slurm has
-        started the job elsewhere meanwhile: that start must not be queued again.
+        A controller that does not answer may be restarting. If this node was cut off, Slurm has
+        meanwhile started the job elsewhere: that start must not be queued again.
         """
         self.note(verdict, AGAIN)
-        if self._is_scancelled():  # Slurm would start even such a job again
+        if self._is_scancelled():  # Slurm would start even a cancelled job again
             return Verdict("cancelled", "by scancel"), "not " + AGAIN
         answers, until_s = False, time.monotonic() + REQUEUE_S
         while not self.slurm.queued_again(self.restarts) and not self.slurm.requeue():
@@ -718,27 +718,27 @@ class Batch(JobEvidence):
             answers = self.slurm.is_there()
             if not answers:
                 self.wait_for_controller()
-        self.slurm.start_soon()  # at once: what ends this script may leave it no time
+        self.slurm.start_soon()  # at once: this script may be killed soon
         return None
 
     def wait_for_controller(self) -> None:
-        """Wait a moment for a controller that is away."""
+        """Wait a moment for an unreachable controller."""
         time.sleep(REQUEUE_PAUSE_S)
 
     def _is_scancelled(self) -> bool:
-        """Whether Slurm is ending the job, and has no reason of its own."""
+        """Whether Slurm is ending the job because of scancel."""
         job = self.slurm.show_job()
         ends = job.state in ("CANCELLED", "COMPLETING") and (job.restarts or 0) <= self.restarts
         return ends and not job_log.cause_of_end(self.log.read_on())
 
     def _exclude(self) -> str:
-        """Keep the job from nodes on which two attempts have failed first; say so."""
+        """Exclude nodes on which two attempts failed first; return the message."""
         if self.excluded is None:
             self.excluded = self._exclude_now() if self.policy.limits.requeue else ""
         return self.excluded
 
     def _suspected(self) -> List[str]:
-        """Return the nodes on which two attempts have failed first."""
+        """Return the nodes on which two attempts failed first."""
         named: List[str] = []
         for number in range(self.attempt.number + 1):
             named += read(folder_of(self.attempt.run_dir, number) + "/failing_node").split()
@@ -759,10 +759,10 @@ class Batch(JobEvidence):
             return f"; not {where}: too few nodes would be left"
         return f"; {where}" if self.slurm.exclude([*before, *bad]) else ""
 
-    # ---- A mistake of this program
+    # ---- A bug in this program
 
     def _supervisor_failed(self, error: Exception) -> int:
-        """Queue the job again once: the mistake may lie in what was there this time."""
+        """Queue the job again once: the bug may depend on circumstances of this start."""
         self.concluding, self.stays = True, False
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         before = read(folder_of(self.attempt.run_dir, self.attempt.number - 1) + "/reason", 100)

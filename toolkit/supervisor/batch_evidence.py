@@ -1,4 +1,4 @@
-"""How an attempt on Slurm has ended: what its marks, its log and Slurm say."""
+"""How an attempt on Slurm ended: evidence from its marks, its log and Slurm."""
 
 import errno
 import glob
@@ -19,24 +19,24 @@ from .schedulers.slurm import Slurm
 from .supervised import Policy, Supervised
 
 NOT_REACHED = frozenset((233, 234, 235, 236, 167))
-"""Exit statuses of an srun that could not start a node's task: the error's number modulo 256. 1001
-to 1004: a slurmd did not answer; 4007: the request was too long on its way (cred_expire)."""
+"""Exit statuses of an srun that could not start a node's task: the error number modulo 256. 1001 to
+1004: a slurmd did not answer; 4007: the request took too long to arrive (cred_expire)."""
 
 BY_SIGNAL = "stopped by a signal from outside"
 
 _KILLED = frozenset(("134", "135", "137", "139"))
-"""Exit statuses of a torchrun that was killed, by SIGABRT, SIGBUS, SIGKILL or SIGSEGV."""
+"""Exit statuses of a torchrun killed by SIGABRT, SIGBUS, SIGKILL or SIGSEGV."""
 
 _NO_NODES_FAULT = re.compile(
     "enforce fail|StallError.*(?:collective mismatch: |no rank differs )", re.DOTALL
 )
-"""The code's fault, on whatever node; and ranks that hang alike, of which one was ended."""
+"""Errors that no node causes: bugs in the code, and stalls in which no rank differs."""
 
 _A_NODES_FAULT = re.compile("CUDA|ECC|Input/output error|Stale file handle")
 
 
 class Nodes:
-    """How many nodes a job needs, and which it has."""
+    """The number of nodes that a job needs, and the names of its nodes."""
 
     def __init__(self, fewest: int = 0, most: int = 0) -> None:
         self.names: List[str] = []
@@ -44,22 +44,22 @@ class Nodes:
 
     @property
     def elastic(self) -> bool:
-        """Whether the job goes on with fewer nodes."""
+        """Whether the job continues with fewer nodes."""
         return self._fewest < self._most
 
     @property
     def fewest(self) -> int:
-        """How many nodes must come to the end."""
+        """The number of nodes that must succeed."""
         return self._fewest or len(self.names)
 
     @property
     def most(self) -> int:
-        """How many nodes the job has where all are well."""
+        """The number of nodes of a complete job."""
         return self._most or len(self.names)
 
 
 class JobEvidence(Supervised):
-    """An attempt of a batch job, and the evidence that it leaves."""
+    """An attempt of a batch job, and its evidence."""
 
     def __init__(
         self, policy: Policy, attempt: Attempt, slurm: Slurm, log: JobLog, nodes: Nodes
@@ -68,16 +68,16 @@ class JobEvidence(Supervised):
         self.slurm, self.log, self.nodes = slurm, log, nodes
         self.marks = Marks(attempt.logs)
         self.command: Sequence[str] = ()
-        """What starts the ranks."""
+        """The command that starts the ranks."""
         self.restarts = 0
-        """Which start of the job this is."""
+        """The restart count of the job: 0 for the first start."""
         self.queued = False
         """Whether Slurm itself has queued the job again."""
 
     # ---- What the policy asks for
 
     def reports(self) -> Sequence[str]:
-        """Return the lines that count of the log, torchrun's reports among them."""
+        """Return the relevant lines of the log, including the torchrun reports."""
         return self.log.read_on()
 
     def hosts(self) -> List[str]:
@@ -85,21 +85,21 @@ class JobEvidence(Supervised):
         return self.nodes.names
 
     def ranks_began(self) -> bool:
-        """Whether torchrun has started ranks."""
+        """Whether torchrun has started any ranks."""
         return bool(glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/attempt_*"))
 
     def superseded(self) -> Optional[Verdict]:
-        """Whether Slurm has started another attempt while this node's cable was cut."""
+        """Return a verdict if Slurm started another attempt while this node was cut off."""
         if not os.path.lexists(folder_of(self.attempt.run_dir, self.attempt.number + 1)):
             return None
         return Verdict("fenced", f"attempt {self.attempt.number + 1} has taken over")
 
     def exited_with(self, status: int) -> bool:
-        """Whether a worker has ended with this exit status, by torchrun's report."""
+        """Whether torchrun's report shows a worker with this exit status."""
         return has_exitcode(self.log.read_on(), status)
 
     def stopped(self) -> Optional[Verdict]:
-        """Who has ended the attempt from outside."""
+        """Return the verdict if the attempt was ended from outside."""
         if self.stopping == "cancelled":
             return Verdict("cancelled", "by toolkit cancel")
         if self.stopping == "walltime":
@@ -108,23 +108,23 @@ class JobEvidence(Supervised):
             return self._ended_by_slurm()
         lost = None if self.nodes.elastic else self._node_restarted() or self._node_lost()
         if lost is None and self.policy.limits.requeue and self._queued_by_slurm():
-            return self._ended_by_slurm()  # SIGTERM that comes before a script has begun is lost
+            return self._ended_by_slurm()  # a SIGTERM before the start of the script is lost
         return lost or self._preempted_without_signal()
 
     def out_of_memory(self) -> Optional[str]:
-        """Where memory ran out, by the kernel's counts on the nodes or by Slurm's accounting."""
+        """Return where memory ran out, by the kernel's counters on the nodes or by Slurm."""
         nodes = sorted(set(self.marks.texts("oom")))
         if nodes:
             return "the kernel killed a process on " + " ".join(nodes)
         return job_log.memory_exceeded(self.log.read_on())
 
     def torchrun_was_killed(self) -> Optional[str]:
-        """On which node, if that was the first failure: srun then ends the other nodes' ranks."""
+        """Return the node, if that was the first failure: srun then ends the other nodes' ranks."""
         _, node, status = ([*[*self.marks.texts("failed"), ""][0].split("\t"), "", ""])[:3]
         return node if node and status in _KILLED else None
 
     def could_not_start(self) -> Optional[Verdict]:
-        """What has kept torchrun from starting: the node's program, srun, or a site's prolog."""
+        """Return the verdict if the node's program, srun or a site's prolog prevented the start."""
         status, lines = self.status, self.log.read_on()
         cannot = self.marks.texts("cannot")
         if cannot and not (self.outcome and self.outcome.status):
@@ -152,7 +152,7 @@ class JobEvidence(Supervised):
         return None
 
     def logs(self) -> Logs:
-        """Return what the attempt has left beside the folders of its ranks."""
+        """Return the attempt's evidence outside the rank folders."""
         return Logs(
             names=self.nodes.names,
             nodes=len(self.nodes.names),
@@ -162,13 +162,13 @@ class JobEvidence(Supervised):
             few_gpus=few_gpus(self.command, self.slurm.environ),
         )
 
-    # ---- Who has ended the attempt
+    # ---- The sender of a stop
 
     def _queued_by_slurm(self) -> bool:
         return self.slurm.queued_again(self.restarts)
 
     def _node_restarted(self) -> Optional[Verdict]:
-        """Whether the step was stopped since nodes have restarted, unnoticed by Slurm."""
+        """Return a verdict if the step was stopped because a node restarted, unnoticed by Slurm."""
         nodes = sorted(set(read(self.attempt.path("restarted")).split()))
         if not nodes:
             return None
@@ -176,7 +176,7 @@ class JobEvidence(Supervised):
         return Verdict("node_failure", ", ".join(f"{node} has restarted" for node in nodes))
 
     def _node_lost(self) -> Optional[Verdict]:
-        """Whether Slurm has lost a node: without its slurmd, this node's script gets no signal."""
+        """Return a verdict if Slurm lost a node: without slurmd, its script gets no signal."""
         nodes = job_log.failed_nodes(self.log.read_on())
         return self._down(nodes) if nodes else None
 
@@ -186,7 +186,7 @@ class JobEvidence(Supervised):
         return Verdict("node_failure", "down: " + " ".join(nodes))
 
     def _ended_by_slurm(self) -> Verdict:
-        """Return why Slurm has sent SIGTERM; slurmstepd says so, mostly."""
+        """Return why Slurm sent SIGTERM; slurmstepd usually logs the reason."""
         lines = self.log.read_on()
         cause = job_log.cause_of_end(lines)
         if self.policy.limits.requeue and not self.queued:
@@ -199,15 +199,15 @@ class JobEvidence(Supervised):
         if cause == "TIME":
             return Verdict("walltime", "out of time")
         if cause == "NODE" or down:
-            return self._down(down or job_log.failed_nodes(lines))  # it may be back already
+            return self._down(down or job_log.failed_nodes(lines))  # it may already be back
         if self.queued:
             return Verdict("requeued", "by Slurm, which has not said why")
-        if self.slurm.show_job().state == "RUNNING":  # Slurm calls a job that it ends otherwise
+        if self.slurm.show_job().state == "RUNNING":  # a job that Slurm ends has another state
             return Verdict("preempted", BY_SIGNAL)
         return Verdict("cancelled", "by scancel")
 
     def _preempted_without_signal(self) -> Optional[Verdict]:
-        """Whether SIGTERM came to the step alone: with a GraceTime, or by scancel --signal."""
+        """Return a verdict if only the step got SIGTERM: by GraceTime or scancel --signal."""
         failed, outcome = self.marks.of("failed"), self.outcome.status if self.outcome else ""
         if failed and not self.marks.of("stopped"):
             return None
@@ -222,10 +222,10 @@ class JobEvidence(Supervised):
     # ---- Nodes
 
     def nodes_without_task(self) -> List[str]:
-        """Return the nodes whose task has not begun.
+        """Return the nodes on which no task has begun.
 
-        srun also ends the other nodes' tasks, some before they begin: if it names a node, only that
-        one counts.
+        srun also ends the other nodes' tasks, some before they begin: if srun names a node, only
+        that node counts.
         """
         began = set(self.marks.of("began"))
         waiting = [node for n, node in enumerate(self.nodes.names) if str(n) not in began]
@@ -233,15 +233,15 @@ class JobEvidence(Supervised):
         return sorted(named.intersection(waiting)) or waiting
 
     def is_removed(self) -> bool:
-        """Whether the run directory is gone, and not only out of reach for a moment."""
+        """Whether the run directory was removed, and is not only temporarily unreachable."""
         try:
             os.stat(self.attempt.path("since"))
         except OSError as error:
-            return error.errno == errno.ENOENT  # a stale handle is another error
+            return error.errno == errno.ENOENT  # a stale handle is a different error
         return False
 
     def _first_failed_node(self) -> str:
-        """Return where a rank failed first, killed ones before others; or else a torchrun."""
+        """Return the node of the first failed rank, killed ranks first; else that of a torchrun."""
         reported = read_reports(self.log.read_on())
         failures = [(int(one.time), one.exitcode >= 0, one.host) for one in reported]
         if failures:
@@ -250,10 +250,10 @@ class JobEvidence(Supervised):
         return next((one[1] for one in sorted(marks) if len(one) > 1), "")
 
     def note_failing_node(self, verdict: Verdict) -> Verdict:
-        """Note which node has failed first; return the verdict, another one if it may be at fault.
+        """Record the node that failed first; change the verdict if the node may be at fault.
 
-        A failure that came twice on one node, and is no exception of the script, is tried once more
-        without that node, if enough others exist.
+        After the same failure twice on one node, unless the script raised it, the job gets one more
+        attempt without that node, if enough other nodes exist.
         """
         if verdict.word != "retryable" and self.twice is None:
             return verdict
@@ -290,7 +290,7 @@ def _first_line(path: str) -> str:
 
 
 def same_node(host: str, nodes: Sequence[str]) -> str:
-    """Return Slurm's name of a host; one of both may have a domain. Empty if it is not certain.
+    """Return Slurm's name of a host; either name may include a domain. Empty if ambiguous.
 
     >>> same_node("n2", ["n1.site", "n2.site"]), same_node("n2.x.org", ["n1", "n2"])
     ('n2.site', 'n2')

@@ -1,6 +1,6 @@
-"""The beginning of an attempt on Slurm: its folder, and what became of the attempt before it.
+"""The start of an attempt on Slurm: its folder, and the end of the previous attempt.
 
-Slurm counts the starts of a job; the folders count the attempts of the run, whatever job made them.
+Slurm counts the starts of a job; the folders count the attempts of the run, over all its jobs.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ RESERVE_BYTES = 65536
 """Disk space for the reason of an attempt that fills the disk."""
 
 _LAST = ("done", "fatal", "cancelled", "no_progress", "gave_up")
-"""Words of reasons after which no job of a chain goes on."""
+"""Status words after which no job of a chain continues the run."""
 
 KILLED = "killed soon after"
-"""The end of a reason that was written in case Slurm kills the script before its step has ended."""
+"""Suffix of a reason written in case Slurm kills the script before the end of its step."""
 
 
 class NothingToDo(Exception):
@@ -41,7 +41,7 @@ class Failed(Exception):
 
 
 class Start(NamedTuple):
-    """Which start of which run this is."""
+    """A start of a job, and the run that it belongs to."""
 
     run_dir: str
     mode: str
@@ -49,20 +49,20 @@ class Start(NamedTuple):
     restarts: int
     """How often Slurm has queued this job again."""
     point: str
-    """The name of this point of a sweep, or ""."""
+    """The name of this sweep point, or ""."""
     takes_turns: bool
     """Whether several jobs may continue the run in turn."""
     after: Optional[int] = None
-    """The attempt that this start of the job has made before, on the same nodes; None: none."""
+    """The previous attempt of this job start, on the same nodes; None: none."""
 
     @property
     def follows(self) -> bool:
-        """Whether the job itself has made the attempt before."""
+        """Whether this job has already made an attempt."""
         return self.restarts > 0 or self.after is not None
 
 
 def log_from_here() -> JobLog:
-    """Return what will be written to the batch script's log; of /dev/null if there is none."""
+    """Return the batch script's log from its current end; /dev/null without a log."""
     try:
         path = os.readlink("/proc/self/fd/2")
         if os.path.isfile(path):
@@ -75,7 +75,7 @@ def log_from_here() -> JobLog:
 def restarts_of(slurm: Slurm) -> int:
     """Return how often Slurm has queued the job again.
 
-    The environment's count may be that of a job in which sbatch was called.
+    The count in the environment may belong to a job that called sbatch.
     """
     counted = slurm.environ.get("SLURM_RESTART_COUNT", "0")
     restarts = int(counted) if counted.isdigit() else 0
@@ -140,7 +140,7 @@ def _why_not(error: OSError, run_dir: str) -> str:
 
 
 def _require_previous_attempt(start: Start, number: int, log: JobLog) -> None:
-    """Refuse a run directory that was removed since an earlier start of this job.
+    """Refuse a run directory that was removed after an earlier start of this job.
 
     Slurm also counts a start that never reached the script, on a node that did not come up.
     """
@@ -166,7 +166,7 @@ def _says(path: str, words: bytes) -> bool:
 
 
 def _continue_chain(run_dir: str, number: int, since: int) -> int:
-    """Return the attempt from which limits count: this job is one of several that take turns."""
+    """Return the attempt from which limits count, in a chain of jobs."""
     before = folder_of(run_dir, number - 1)
     if os.path.exists(os.path.join(run_dir, "cancel_requested")):
         raise NothingToDo("cancelled; this job of the chain has nothing to do", 1)
@@ -189,7 +189,7 @@ def _number_in(path: str, otherwise: int) -> int:
 def is_cancelled(start: Start, attempt: Attempt) -> bool:
     """Whether `toolkit cancel` has left a mark since the end of the previous attempt.
 
-    Its signal may have come while that attempt was being queued again.
+    The cancel signal may have arrived while the job was being queued again.
     """
     folders = [attempt.run_dir, *([os.path.dirname(attempt.run_dir)] if start.point else [])]
     before = folder_of(attempt.run_dir, attempt.number - 1)
@@ -205,7 +205,7 @@ def is_cancelled(start: Start, attempt: Attempt) -> bool:
 
 
 def _newer(path: str, than: str) -> bool:
-    """Whether a file is there, and was changed after another one, if that is there."""
+    """Whether a file exists and is newer than another file, if that exists."""
     try:
         changed_ns = os.stat(path).st_mtime_ns
     except OSError:
@@ -216,13 +216,13 @@ def _newer(path: str, than: str) -> bool:
         return True
 
 
-# ---- The attempt before
+# ---- The previous attempt
 
 
 def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, step: str) -> str:
-    """Write what the previous attempt could not; return its reason.
+    """Complete the records of the previous attempt; return its reason.
 
-    Its script was killed, or suspended, before it could. `step`: of outcome.json now.
+    Its script was killed or suspended before it wrote them. `step`: the one in outcome.json now.
     """
     folder = folder_of(attempt.run_dir, attempt.number - 1)
     path = folder + "/reason"
@@ -248,7 +248,7 @@ def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, step: str) ->
 
 
 def _after_a_kill(folder: str, reason: str, cause: str, slurm: Slurm, lines: Sequence[str]) -> str:
-    """Return the reason of a script that was killed: by the loss of a node, if one is down."""
+    """Return the reason for a script that was killed: the loss of a node, if one is down."""
     nodes = read(folder + "/nodes", 1 << 20).split()
     down: List[str] = slurm.down_nodes(",".join(nodes)) if nodes else []
     if not down and cause == "NODE":
@@ -273,7 +273,7 @@ def _log_of(folder: str, now: JobLog) -> JobLog:
 
 
 def save_step(folder: str, step: str) -> None:
-    """Write the last step of an attempt; none if it is not known."""
+    """Write the last step of an attempt, if known."""
     if step:
         _write(folder + "/step", step)
     else:

@@ -1,4 +1,4 @@
-"""Looks at a step that runs: what the nodes tell is listed each five seconds, and nothing more."""
+"""Watches a running step: lists the marks of the nodes every five seconds, and nothing more."""
 
 import os
 from typing import TYPE_CHECKING, Optional
@@ -10,32 +10,32 @@ if TYPE_CHECKING:
     from .batch import Batch
 
 TICK_S, LOOK_TICKS = 1.0, 5
-"""The run directory is looked for each second, the nodes' marks each five seconds."""
+"""The run directory is checked every second, the nodes' marks every five seconds."""
 
 HUNG_S = 10
-"""How long srun may take to end once all nodes have ended: it waits for ever for a node whose
-slurmstepd is gone."""
+"""How long srun may take to exit once all nodes have ended: srun waits without limit for a node
+that has lost its slurmstepd."""
 
 LOOKS_AFTER_FAILURE, LOOKS_TO_END = 24, 6
-"""After a node has failed, srun ends the others, unless slurmctld is away: how many looks that may
-take, and after how many the step is told to end, again and again."""
+"""After a node has failed, srun ends the others, unless slurmctld is unreachable: the number of
+looks that this may take, and the number of looks between two requests to end the step."""
 
 STOP_MARGIN_S, MOST_STOPS = 14, 3
-"""How long after `stop.grace` a stop is told again, and how often that is. A torchrun loses a
-signal that comes while it writes to its log; one that Slurm or an operator has sent to the step may
-come to a node before its task has begun, which then waits for the others."""
+"""How long after `stop.grace` to repeat a stop, and how often. A torchrun loses a signal that
+arrives while it writes to its log. A signal that Slurm or an operator sends to the step may reach a
+node before its task has begun; the task then waits for the others."""
 
 REMOVED_STOPS = 6
-"""How often a step without a run directory is told to stop, HUNG_S apart, before it is killed: a
+"""How often to ask a step without a run directory to stop, HUNG_S apart, before killing it: a
 torchrun that restarts its ranks can lose a signal."""
 
 LOOKS_AFTER_ERROR, LOOKS_WITHOUT_ERROR = 13, 12
-"""For so many looks after a torchrun has said that a rank failed, the ranks' errors are looked at:
-on a file server they may come a minute late. Else, once in so many looks."""
+"""For how many looks to read the ranks' errors after a torchrun has logged a failed rank: on a file
+server they may arrive a minute late. Without a failure, the number of looks between two reads."""
 
 
 class Watch:
-    """What is known of a running step from look to look."""
+    """The state of a running step between two looks."""
 
     def __init__(self, batch: "Batch") -> None:
         self.batch = batch
@@ -48,7 +48,7 @@ class Watch:
         self._signs = SignsOfLife(batch.attempt.logs, nodes, slurm.slurmd_began_s)
 
     def tick_in_s(self, now_s: float) -> float:
-        """Return how long the next look may be waited for."""
+        """Return the time until the next look."""
         return min(max(self._next_s - now_s, 0.0), TICK_S)
 
     def tick(self, now_s: float) -> None:
@@ -77,7 +77,7 @@ class Watch:
             self.batch.srun.kill()
 
     def _stop_for_good(self, now_s: float) -> None:
-        """Stop the step of a run directory that was removed: it would begin again at step 0."""
+        """Stop the step after the run directory was removed: a restart would begin at step 0."""
         if now_s < self._removed_s:
             return
         self._removed, self._removed_s = self._removed + 1, now_s + HUNG_S
@@ -89,7 +89,7 @@ class Watch:
     # ---- A look
 
     def look(self) -> bool:
-        """Look at what the nodes tell; return whether srun may run on."""
+        """Read the nodes' marks; return whether srun may continue."""
         batch, marks = self.batch, self.batch.marks
         self._looks += 1
         marks.look()
@@ -127,14 +127,14 @@ class Watch:
                 file.write(node + "\n")
         except OSError:
             pass
-        batch.attempt.note(f"ended-{number}", "1")  # for srun, which waits for it
+        batch.attempt.note(f"ended-{number}", "1")  # because srun waits for this node
         if batch.nodes.elastic:
             batch.say(f"{node} has restarted; the others go on")
         elif not batch.told:
             batch.stop_step("node_restarted")
 
     def _look_for_useless_restarts(self) -> None:
-        """Stop a torchrun whose next start of the ranks would end as the last ones."""
+        """Stop a torchrun if its next restart of the ranks would fail like the last ones."""
         batch = self.batch
         if batch.policy.restarts and batch.marks.of("oom"):
             batch.stop_step("out_of_memory")

@@ -1,7 +1,7 @@
 """The command that starts torchrun in a container of apptainer or podman.
 
-The options are those of `apptainer exec --help` and podman-run(1). Values of variables are on no
-command line but those of the job file: everybody on a node can read command lines.
+The options are those of `apptainer exec --help` and podman-run(1). Command lines contain only
+variable values from the job file, because every user of a node can read command lines.
 """
 
 import os
@@ -12,52 +12,52 @@ from typing import Dict, List, Mapping, NamedTuple, Sequence
 from .evidence.files import read
 
 APPTAINERS = ("apptainer", "singularity")
-"""The older one has the same options, and variables of another name."""
+"""singularity, the older one, has the same options, but other variable names."""
 
 NOT_STARTED = {"apptainer": 255, "podman": 125}
-"""The exit status by which a runtime says that it could not start the container."""
+"""The exit status of a runtime that could not start the container."""
 
 LABEL = "torch-deploy-toolkit"
-"""Of podman's containers; the value is the boot in which one was started."""
+"""Label of podman containers; the value is the boot in which the container was started."""
 
 
 class Container(NamedTuple):
-    """What a job and its site say about containers."""
+    """Container settings of a job and its site."""
 
     runtime: str
     """`apptainer` or `podman`."""
     image: str
     name: str
-    """The job's, with which podman names the container."""
+    """The job name; podman names the container after it."""
     mounts: Sequence[str] = ()
     """`SOURCE:TARGET` or `SOURCE:TARGET:ro`."""
     workdir: str = ""
     gpus: bool = False
     """Whether the container sees the step's GPUs."""
     shm: str = "0"
-    """The size of podman's /dev/shm; 0 is no limit of its own."""
+    """The size of podman's /dev/shm; 0: no separate limit."""
     options: Sequence[str] = ()
-    """Of the runtime, from the site's profile."""
+    """Options of the runtime, from the site profile."""
     secrets: Sequence[str] = ()
     """Variables with secret values."""
 
 
 class Node(NamedTuple):
-    """Where a container runs."""
+    """The node that runs a container."""
 
     environ: Mapping[str, str]
     folders: Sequence[str]
-    """What the container sees under the same path: the run directory first."""
+    """Folders mounted at the same path in the container; the run directory is first."""
     boot: str
-    """Which boot of the node this is."""
+    """The id of the node's current boot."""
     user: str
     """UID:GID."""
 
 
 def names_for(container: Container, environ: Mapping[str, str]) -> List[str]:
-    """Return the variables that the container gets by their names.
+    """Return the names of the variables that the container inherits.
 
-    podman's containers count their own GPUs from 0; apptainer's see those of the node.
+    podman containers number their GPUs from 0; apptainer containers see the node's numbers.
     """
     kinds = "SLURM|PET_|NCCL_|TRAIN_"
     if container.runtime == "apptainer":
@@ -70,7 +70,7 @@ def names_for(container: Container, environ: Mapping[str, str]) -> List[str]:
 
 
 def apptainer_argv(program: str, container: Container, node: Node) -> List[str]:
-    """Return the command that stands before the container's own."""
+    """Return the command that runs another command in a container."""
     folders = (f"{folder}:{folder}" for folder in node.folders)
     return [
         *(program, "exec", "--cleanenv", "--no-home"),
@@ -83,7 +83,7 @@ def apptainer_argv(program: str, container: Container, node: Node) -> List[str]:
 
 
 def apptainer_environ(program: str, container: Container, node: Node) -> Dict[str, str]:
-    """Return the variables by which apptainer sets those of a container."""
+    """Return the variables from which apptainer sets the container's variables."""
     prefix = os.path.basename(program).upper() + "ENV_"
     names = names_for(container, node.environ)
     return {prefix + name: node.environ[name] for name in names if name in node.environ}
@@ -93,7 +93,7 @@ def apptainer_environ(program: str, container: Container, node: Node) -> Dict[st
 
 
 def podman_argv(container: Container, node: Node, pid_file: str) -> List[str]:
-    """Return the command that stands before the container's own.
+    """Return the command that runs another command in a container.
 
     The container stays in the job's cgroup, so that Slurm limits it. `pid_file`: where podman
     writes the process id of the container's first ancestor.
@@ -119,9 +119,9 @@ def podman_argv(container: Container, node: Node, pid_file: str) -> List[str]:
 
 
 def boot_id() -> str:
-    """Return which boot this is: a node of the same kernel may have had another init before.
+    """Return the id of this boot: with the same kernel, a node may have had another init before.
 
-    What cannot be read, as where /proc hides processes of others, is left out.
+    Unreadable parts are left out, for example if /proc hides the processes of other users.
     """
     kernel = read("/proc/sys/kernel/random/boot_id").strip()
     fields = read("/proc/1/stat").rpartition(")")[2].split()
@@ -129,14 +129,14 @@ def boot_id() -> str:
 
 
 def remove_containers_of_earlier_boots(boot: str) -> None:
-    """Remove our containers that a power cut has left: none of them can be running.
+    """Remove our containers from before a power failure: none of them can be running.
 
     Raises:
-        OSError: there is no podman.
+        OSError: podman is missing.
     """
     listed = [_containers(label) for label in (LABEL, f"{LABEL}={boot}")]
     if any(done.returncode for done in listed):
-        return  # a list that was cut would leave out containers that run
+        return  # an incomplete list could lack running containers
     every, of_this_boot = (set(done.stdout.split()) for done in listed)
     left = sorted(every - of_this_boot)
     if left:
@@ -151,13 +151,13 @@ def _containers(label: str) -> "subprocess.CompletedProcess[str]":
 
 
 def is_nowhere(image: str) -> bool:
-    """Whether an image is only podman's own, so that nothing can be pulled, and is missing.
+    """Whether an image exists only in podman's local storage, cannot be pulled, and is missing.
 
     Raises:
-        OSError: there is no podman.
+        OSError: podman is missing.
     """
     if not image.startswith("localhost/"):
         return False
-    # 1 by podman-image-exists(1); a podman that is killed ends otherwise.
+    # 1 by podman-image-exists(1); a killed podman has another exit status.
     argv = ["podman", "image", "exists", image]
     return subprocess.run(argv, env=dict(os.environ), check=False).returncode == 1

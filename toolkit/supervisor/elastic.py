@@ -1,8 +1,8 @@
-"""A job whose number of nodes may change.
+"""A job with a variable number of nodes.
 
-Slurm removes a lost node from a job for good and adds none. So a job of one node is submitted for
-each missing one: the same script, with the word `join`. Their numbers are in the attempt's folder,
-in `joiners`.
+Slurm removes a lost node from a job permanently and adds none. So the supervisor submits a one-node
+job for each missing node: the same script, with the word `join`. Their job ids are in the file
+`joiners` in the attempt's folder.
 """
 
 import os
@@ -16,7 +16,7 @@ from .process import Signals, status_of
 from .schedulers.slurm import Slurm
 
 LOOK_TICKS = 15
-"""How often the job's nodes are counted, in seconds."""
+"""Interval between two counts of the job's nodes, in seconds."""
 
 
 class Joiners:
@@ -37,7 +37,7 @@ class Joiners:
         if here < before:
             say(f"{before - here} of {before} nodes lost; {here} go on")
         self._before = here
-        # Slurm still counts those that have restarted.
+        # Slurm still counts nodes that have restarted.
         restarted = set(read(self.attempt.path("restarted")).split())
         joined = self.slurm.waiting_or_running(read(self.attempt.path("joiners")).split())
         for _ in range(here + len(joined) - len(restarted), most):
@@ -60,7 +60,7 @@ class Joiners:
 
 
 def cancel_joiners(slurm: Slurm, attempt: Attempt) -> None:
-    """End the jobs that wait to join any attempt of a run, or have joined it."""
+    """Cancel the jobs that wait to join any attempt of a run or have joined it."""
     job_ids: List[str] = []
     for number in range(attempt.number + 1):
         job_ids += read(os.path.join(folder_of(attempt.run_dir, number), "joiners")).split()
@@ -71,7 +71,7 @@ def cancel_joiners(slurm: Slurm, attempt: Attempt) -> None:
 def join(
     argv: Sequence[str], environ: Mapping[str, str], slurm: Slurm, signals: Signals, logs: str
 ) -> int:
-    """Run the step of a job that joins another one's run; return its exit status."""
+    """Run the step of a job that joins another job's run; return its exit status."""
     srun = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=dict(environ))
     while srun.poll() is None:
         if any([number != signal.SIGCHLD for number in signals.take()]):

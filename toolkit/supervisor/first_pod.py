@@ -1,8 +1,8 @@
-"""The first pod of a run, where the nodes meet, as the other pods see it.
+"""The first pod of a run, which hosts the rendezvous, as the other pods see it.
 
-After the loss of its node, its name stands for the lost pod as well as for its replacement, so
-torchrun gets its address. torchrun waits for a store that is not there yet for a minute only, and
-hangs on one that is gone for 20 minutes, whatever the time-outs.
+After the loss of its node, its name resolves to both the lost pod and its replacement, so torchrun
+gets an address instead. torchrun waits only a minute for a store that does not exist yet, but hangs
+for 20 minutes on a lost store, whatever the timeouts.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from .process import Signals
 OPTION = "--rdzv-endpoint="
 CONNECT_S = 5.0
 QUIET_S = 30
-"""How long no rank may run before torchrun is believed to hang on a store that is gone."""
+"""How long torchrun may have no ranks before it is assumed to hang on a lost store."""
 
 _FAILED = re.compile(rb"failed \(exitcode:")
 
@@ -31,7 +31,7 @@ class FirstPod:
         self.endpoint = given[-1] if given else ""
 
     def address(self) -> str:
-        """Return the address that answers; nothing if none does."""
+        """Return the address that answers; empty if none does."""
         host, _, port = self.endpoint.rpartition(":")
         try:
             with contextlib.closing(
@@ -42,7 +42,7 @@ class FirstPod:
             return ""
 
     def wait(self, limit_s: float, signals: Signals) -> str:
-        """Return the address, once the pod answers; nothing after the limit, or at a signal."""
+        """Return the address once the pod answers; empty after the limit or on a signal."""
         end = time.monotonic() + limit_s
         while self.endpoint and not signals.seen and time.monotonic() <= end:
             address = self.address()
@@ -53,7 +53,7 @@ class FirstPod:
 
 
 def own_address() -> str:
-    """Return this pod's address; nothing if its name has none."""
+    """Return this pod's address; empty if its name has none."""
     try:
         return socket.gethostbyname(os.environ.get("HOSTNAME") or socket.gethostname())
     except OSError:
@@ -61,7 +61,7 @@ def own_address() -> str:
 
 
 def at_address(command: List[str], address: str) -> List[str]:
-    """Return torchrun's arguments with the address in place of the first pod's name.
+    """Return torchrun's arguments with the first pod's name replaced by the address.
 
     >>> at_address(["--rdzv-endpoint=a-0.a:29500", "-m"], "10.0.0.7")
     ['--rdzv-endpoint=10.0.0.7:29500', '-m']
@@ -74,13 +74,13 @@ def at_address(command: List[str], address: str) -> List[str]:
 
 
 class Deserted:
-    """Whether torchrun hangs without ranks, for the first pod is lost."""
+    """Detects a torchrun that hangs without ranks because the first pod is lost."""
 
     def __init__(self, first: FirstPod, pid: int, log: str, most_s: float) -> None:
         """Watch the torchrun of a process id.
 
-        `most_s`: after so many seconds without ranks it is deserted even if the first pod answers:
-        it may have been replaced.
+        `most_s`: after this many seconds without ranks, torchrun is deserted even if the first pod
+        answers: that pod may be a replacement.
         """
         self._first, self._pid, self._log, self._most_s = first, pid, log, most_s
         self._ranks: Set[str] = set()
@@ -88,7 +88,7 @@ class Deserted:
         self._quiet_since: Optional[float] = None
 
     def look(self) -> bool:
-        """Return whether it is deserted. A quiet look reads /proc, and nothing else."""
+        """Return whether torchrun is deserted. While the same ranks run, it reads only /proc."""
         children = _children(self._pid)
         if children is None:
             return False
@@ -100,7 +100,7 @@ class Deserted:
             return False
         now = time.monotonic()
         if not unnoticed and self._failures() == self._noticed:
-            self._quiet_since = None  # it waits for the other nodes
+            self._quiet_since = None  # torchrun waits for the other nodes
             return False
         if self._quiet_since is None:
             self._quiet_since = now
@@ -108,7 +108,7 @@ class Deserted:
         return quiet_s >= self._most_s or (quiet_s >= QUIET_S and not self._first.address())
 
     def _failures(self) -> int:
-        """Return how many failures of ranks torchrun has noticed; it looks ten times a second."""
+        """Return how many rank failures torchrun has logged; it polls ten times a second."""
         try:
             with open_regular(self._log) as file:
                 return sum(1 for line in file if _FAILED.search(line))
@@ -117,7 +117,7 @@ class Deserted:
 
 
 def _children(pid: int) -> Optional[Tuple[Set[str], bool]]:
-    """Return torchrun's children that run, and whether any has ended and not been noticed."""
+    """Return torchrun's running children, and whether any ended without being noticed."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             children = file.read().split()

@@ -1,7 +1,7 @@
-"""Keeps a run on this machine: starts its script again as it decides, and leaves nothing behind.
+"""Keeps a run on this machine: restarts its script as the script decides, and cleans up.
 
-On Linux every orphan of the run becomes this process's child (`PR_SET_CHILD_SUBREAPER`), so that
-none can escape the last sweep.
+On Linux every orphan of the run becomes this process's child (`PR_SET_CHILD_SUBREAPER`), so none
+escapes the final cleanup.
 """
 
 import contextlib
@@ -19,36 +19,36 @@ from .attempt import folder_of, next_number
 from .process import MOST_TERMS, Children, Signals, parent_lives
 
 SCRIPT_LOCK = 9
-"""The file descriptor by which the script holds the run's lock; its torchruns close it."""
+"""The file descriptor with which the script holds the run's lock; its torchruns close it."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.1
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     run_dir: str
     command: Sequence[str]
-    """The script and its arguments; a further attempt gets one more, `restart`."""
+    """The script and its arguments; later attempts also get the argument `restart`."""
     stop_timeout_s: float
     """How long the script may take to stop before it is killed."""
     time_limit_s: float
-    """After how many seconds an attempt is stopped."""
+    """Time limit of an attempt, in seconds."""
     tied_to: Optional[int]
-    """The parent, if the run ends with it."""
+    """The pid of the parent, if the run ends with it."""
     lock: Optional[int]
     """The file descriptor that holds the run's lock."""
 
 
 def main(options: Options) -> int:
-    """Keep the run to its end; return its exit status."""
-    os.umask(os.umask(0) | 0o022)  # what others can write is neither continued nor believed
-    # Before there is anything to stop, so that no request is lost.
+    """Supervise the run to its end; return its exit status."""
+    os.umask(os.umask(0) | 0o022)  # files that other users can write are not trusted
+    # First of all, so that no stop request is lost.
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     if options.tied_to is not None:
         die_with_parent()
-        if not parent_lives(options.tied_to):  # it ended before its signal was requested
+        if not parent_lives(options.tied_to):  # the parent ended before its signal was requested
             return 1
     if options.lock is not None and options.lock != SCRIPT_LOCK:
         os.dup2(options.lock, SCRIPT_LOCK)
@@ -62,10 +62,10 @@ class _Keeper:
         self.options, self.signals = options, signals
         self.folder = _identity(options.run_dir)
         self.ending = False
-        """Whether a signal has asked for the end."""
+        """Whether a signal has requested the end."""
 
     def run(self) -> int:
-        """Run the script as long as it decides so; return its last exit status."""
+        """Run the script as often as it requests; return its last exit status."""
         command = list(self.options.command)
         status = self._attempt(command)
         if command[-1] == "continue":
@@ -81,15 +81,15 @@ class _Keeper:
     def _attempt(self, command: List[str]) -> int:
         """Run the script to its end; return its exit status.
 
-        It is stopped after the time limit, and killed at once if its run directory is removed,
-        since a checkpoint would have no place.
+        The script is stopped after the time limit. It is killed at once if its run directory is
+        removed, since it could not save a checkpoint.
         """
         options, limit_s = self.options, self.options.time_limit_s
         children, ends_at = (
             Children(options.stop_timeout_s / MOST_TERMS),
             time.monotonic() + limit_s,
         )
-        # With the lock: should this process be killed, the run has not ended before the script.
+        # With the lock: if this process is killed, the run lasts until the script ends.
         locks = () if options.lock is None else (SCRIPT_LOCK,)
         script = subprocess.Popen(
             command, env=dict(os.environ), preexec_fn=die_with_parent, pass_fds=locks
@@ -118,7 +118,7 @@ class _Keeper:
         return _identity(self.options.run_dir) == self.folder
 
     def _starts_again(self) -> bool:
-        """Whether the script decided that another attempt follows, and no cancel was requested."""
+        """Whether the script requested another attempt, and no cancellation was requested."""
         if os.path.exists(os.path.join(self.options.run_dir, "cancel_requested")):
             return False
         return os.path.exists(self._file("start_again"))
@@ -143,7 +143,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill every descendant; killing a parent hands its children to us, so until none is left."""
+    """Kill all descendants; repeat, since the children of a killed parent become ours."""
     while True:
         for task in glob.glob("/proc/self/task/*/children"):
             with open(task, encoding="ascii") as file:
@@ -158,7 +158,7 @@ def _kill_descendants() -> None:
 
 
 def _identity(run_dir: str) -> Optional[Tuple[int, int]]:
-    """Return what makes a folder this one, and not another one of its name; None without one."""
+    """Return the device and inode of a folder; None without one."""
     with contextlib.suppress(OSError):
         info = os.stat(run_dir)
         return info.st_dev, info.st_ino

@@ -1,7 +1,7 @@
-"""One attempt of a run on this machine, where several torchruns stand for several nodes.
+"""One attempt of a run on this machine, where several torchruns simulate several nodes.
 
-Another process starts the next attempt: the role `keep`, if the file `start_again` is there; or a
-scheduler that queues a script again by its exit status.
+Another process starts the next attempt: the role `keep`, if the file `start_again` exists, or a
+scheduler that requeues a script by its exit status.
 """
 
 import contextlib
@@ -29,28 +29,28 @@ from .watchdog_files import write_watchdog
 
 AGAIN = "started again"
 STOP_MARGIN_S = 10
-"""How much longer than `stop.grace` a torchrun may take to stop before it is told again."""
+"""Seconds beyond `stop.grace` after which a torchrun that still runs gets SIGTERM again."""
 
 _KILLED = frozenset((134, 135, 137, 139))
-"""Exit statuses of a torchrun that was killed, by SIGABRT, SIGBUS, SIGKILL or SIGSEGV."""
+"""Exit statuses of a torchrun killed by SIGABRT, SIGBUS, SIGKILL or SIGSEGV."""
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     run_dir: str
     mode: str
     command: Sequence[str]
     """torchrun and its arguments."""
     devices: Sequence[str]
-    """The GPUs of each simulated node, as numbers with commas: as many as there are nodes."""
+    """The GPUs of each simulated node, as comma-separated numbers: one item per node."""
     ports: Sequence[int]
-    """The first port that the rendezvous may use, and how many."""
+    """The first port for the rendezvous, and the number of ports."""
     static: bool
-    """Whether the rendezvous is static: torchrun takes the node's number."""
+    """Whether the rendezvous is static: torchrun gets the node rank."""
     policy: Policy
     again: int = 0
-    """The exit status by which a scheduler queues the script again; 0 where none does."""
+    """The exit status on which the scheduler requeues the script; 0: it never does."""
 
 
 def main(options: Options) -> int:
@@ -73,7 +73,7 @@ def main(options: Options) -> int:
 
 
 def _queued_again(options: Options) -> str:
-    """Return the mode of a script that a scheduler starts again with the same arguments."""
+    """Return the mode for a script that a scheduler restarts with the same arguments."""
     before = folder_of(options.run_dir, next_number(options.run_dir) - 1)
     return "restart" if options.again and _starts_again(before) else ""
 
@@ -83,7 +83,7 @@ def _starts_again(folder: str) -> bool:
 
 
 class LocalAttempt(Supervised):
-    """An attempt on this machine, and the evidence that it leaves."""
+    """An attempt on this machine, and its evidence."""
 
     def __init__(self, options: Options, attempt: Attempt, signals: Signals, parent: int) -> None:
         super().__init__(options.policy, attempt)
@@ -114,7 +114,7 @@ class LocalAttempt(Supervised):
         return self._conclude(self.children.status)
 
     def close(self) -> None:
-        """Remove what is of no use to anybody else."""
+        """Remove files that nobody else needs."""
         self._folder.remove()
 
     def _obstacle(self) -> str:
@@ -217,11 +217,11 @@ class LocalAttempt(Supervised):
         return sorted(glob.glob(glob.escape(self.attempt.logs) + "/node-*.log"))
 
     def ranks_began(self) -> bool:
-        """Whether torchrun has started ranks."""
+        """Whether torchrun has started any ranks."""
         return bool(glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/attempt_*"))
 
     def reports(self) -> Sequence[str]:
-        """Return the lines of torchrun's reports."""
+        """Return the lines of the torchrun reports."""
         return report_lines(self._logs())
 
     def hosts(self) -> List[str]:
@@ -229,7 +229,7 @@ class LocalAttempt(Supervised):
         return [socket.gethostname()]
 
     def logs(self) -> Logs:
-        """Return what the attempt has left beside the folders of its ranks."""
+        """Return the attempt's evidence outside the rank folders."""
         files = self._logs()
         return Logs(
             nodes=len(files),
@@ -243,13 +243,13 @@ class LocalAttempt(Supervised):
         )
 
     def exited_with(self, status: int) -> bool:
-        """Whether a worker has ended with this exit status, by torchrun's report."""
+        """Whether torchrun's report shows a worker with this exit status."""
         if self._at_end is None:
             self._at_end = self.reports()
         return has_exitcode(self._at_end, status)
 
     def stopped(self) -> Optional[Verdict]:
-        """Who has ended the attempt; the process that keeps the run notes when its time is over."""
+        """Return the verdict if the attempt was stopped; the keeper records a time limit."""
         if self.stopping == "left":
             return Verdict("fatal", "the supervisor of this run was killed")
         if self.stopping != "cancelled":
@@ -259,12 +259,12 @@ class LocalAttempt(Supervised):
         return Verdict("cancelled", "stopped by a signal")
 
     def torchrun_was_killed(self) -> Optional[str]:
-        """Where torchrun was killed, if that was the first failure."""
+        """Return where torchrun was killed, if that was the first failure."""
         return "this machine" if self.status in _KILLED else None
 
 
 def free_port(first: int, count: int) -> int:
-    """Return a port on which nobody listens."""
+    """Return an unused port."""
     port = first
     for _ in range(50):
         port = first + random.randrange(count)
@@ -275,7 +275,7 @@ def free_port(first: int, count: int) -> int:
 
 
 def visible_devices(devices: str) -> str:
-    """Return a node's GPUs, counted over those that the user may use."""
+    """Return a node's GPUs, as indices into the GPUs visible to the user."""
     usable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     given = usable.split(",") if usable else []
     numbers = [int(device) for device in devices.split(",")] if devices else []

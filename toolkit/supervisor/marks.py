@@ -1,6 +1,6 @@
-"""What the nodes of a step tell the batch script: files `KIND-NODE` in the attempt's folder.
+"""Marks from a step's nodes to the batch script: files `KIND-NODE` in the attempt's folder.
 
-docs/reference/run-directory.md names the kinds. Many nodes share the folder: one look lists it
+docs/reference/run-directory.md lists the kinds. Many nodes share the folder: one look lists it
 once, and each file is read once.
 """
 
@@ -14,7 +14,7 @@ KINDS = ("alive", "began", "ended", "failed", "stopped", "succeeded", "oom", "ca
 
 
 class Marks:
-    """The marks of an attempt, as they were at the last look."""
+    """The marks of an attempt at the last look."""
 
     def __init__(self, logs: str) -> None:
         self.logs = logs
@@ -22,7 +22,7 @@ class Marks:
         self._texts: Dict[str, str] = {}
 
     def look(self) -> None:
-        """List the folder; a folder that cannot be listed now has changed nothing."""
+        """List the folder; if that fails, keep the previous marks."""
         found: Dict[str, Set[str]] = {kind: set() for kind in KINDS}
         try:
             with os.scandir(self.logs) as entries:
@@ -35,29 +35,29 @@ class Marks:
         self._found = found
 
     def of(self, kind: str) -> List[str]:
-        """Return the nodes that have left a mark of a kind: their numbers, or `joined-by-JOB`."""
+        """Return the nodes with a mark of a kind: their numbers, or `joined-by-JOB`."""
         return sorted(self._found[kind])
 
     def text(self, kind: str, node: str) -> str:
-        """Return what a mark says."""
+        """Return the text of a mark."""
         name = f"{kind}-{node}"
-        if not self._texts.get(name):  # one that is being written may still be empty
+        if not self._texts.get(name):  # a mark that is being written may still be empty
             self._texts[name] = read(os.path.join(self.logs, name), 4096).strip()
         return self._texts[name]
 
     def texts(self, kind: str) -> List[str]:
-        """Return what the marks of a kind say, sorted; empty ones say nothing."""
+        """Return the texts of all marks of one kind, sorted, without empty ones."""
         return sorted(filter(None, (self.text(kind, node) for node in self.of(kind))))
 
     def ended(self) -> List[str]:
-        """Return with which statuses the torchruns of the job's own nodes have ended."""
+        """Return the exit statuses of the torchruns on the job's own nodes."""
         own = (node for node in self.of("ended") if node.isdigit())
         return [self.text("ended", node) for node in own]
 
     def step(self) -> str:
         """Return the number of the step; empty before a task has begun.
 
-        It is not always 0: a prolog may use srun, too.
+        It is not always 0: a prolog may also use srun.
         """
         return next((text for text in self.texts("began") if text.isdigit()), "")
 

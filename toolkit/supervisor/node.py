@@ -1,8 +1,8 @@
-"""The one task of a Slurm step on each node: it starts torchrun, and answers srun for it.
+"""The single task of a Slurm step on each node: starts torchrun and reports its end to srun.
 
-What the batch script has to know of a node, it finds in files of the attempt's folder
-(docs/reference/run-directory.md): many nodes share that, so that little is written and nothing
-listed there.
+The node informs the batch script by files in the attempt's folder
+(docs/reference/run-directory.md). Many nodes share this folder, so each writes little and lists
+nothing.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from .process import Signals, status_of
 from .watchdog_files import write_watchdog
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals by which a step is stopped. Slurm sends them to torchrun, too, which stops its ranks."""
+"""Signals that stop a step. Slurm also sends them to torchrun, which then stops its ranks."""
 
 LOOK_S = 3.0
-"""How often the memory of ranks is looked at."""
+"""Interval between two checks of the ranks' memory."""
 
 LIFE_S, LIFE_OF_NODE_S = 9.0, 0.06
-"""How often a node shows that it lives: at most so often, and all of them at most 17 times in a
-second, since they write on one file server."""
+"""Interval between two heartbeats of a node: the first value, or the second one times the number of
+nodes if that is more (at most 17 heartbeats a second in all: all nodes write to one server)."""
 
 PAUSE_S = 5.0
-"""How long a torchrun that has ended on one node alone waits before it starts again."""
+"""Delay before torchrun starts again if it has ended on this node only."""
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     logs: str
     """The attempt's folder."""
@@ -49,31 +49,31 @@ class Options(NamedTuple):
     variables: Sequence[str] = ()
     """`NAME=VALUE`, for torchrun and its ranks."""
     static: bool = False
-    """Whether the rendezvous is static: torchrun takes the node's number."""
+    """Whether the rendezvous is static: torchrun gets the node rank."""
     join_timeout_s: int = 600
     """How long nodes wait for each other."""
     stall: str = "never"
-    """Seconds without a step, or `learned`, after which ranks hang."""
+    """Seconds without a step after which ranks count as hanging, or `learned`."""
     protect_children: bool = False
     """Whether child processes of a rank outlive a stop until the rank has ended."""
     warm: bool = False
     """Whether ranks are forked from a process that has imported torch."""
     elastic: bool = False
-    """Whether the others go on without this node."""
+    """Whether the other nodes continue without this node."""
     joins: bool = False
-    """Whether this is a job of its own that joins the run of another one."""
+    """Whether this is a separate job that joins the run of another job."""
     restarts: int = 0
-    """How often torchrun starts again if it has ended on this node alone."""
+    """How often torchrun starts again if it has ended on this node only."""
     container: Optional[Container] = None
 
 
 class CannotStart(Exception):
-    """What keeps torchrun from starting here."""
+    """The reason why torchrun cannot start on this node."""
 
     def __init__(self, word: str, why: str, status: int) -> None:
         super().__init__(why)
         self.word, self.status = word, status
-        """`fatal`; `retryable`; `missing` if another node may have what this one lacks."""
+        """`fatal`; `retryable`; `missing` if another node may have the missing program or file."""
 
 
 def main(options: Options) -> int:
@@ -97,7 +97,7 @@ class Node:
         self.options, self.signals, self.environ = options, signals, environ
         self.name = environ["SLURMD_NODENAME"]
         self.key = environ["SLURM_NODEID"]
-        """What this node's files are called by: its number in the job."""
+        """The node's number in the job, used in the names of its files."""
         if options.joins:
             self.key = "joined-by-" + environ["SLURM_JOB_ID"]
         self.stopped = False
@@ -118,14 +118,14 @@ class Node:
     # ---- The task
 
     def run(self) -> int:
-        """Start torchrun, wait for it, and leave behind how it has ended."""
+        """Start torchrun, wait for it, and record how it ended."""
         self._show_life(time.monotonic())
         self._write("began", self.environ["SLURM_STEP_ID"])
         self._kills = self._kills_before = oom_kills()
         status = 1
         try:
             argv, environ = self._command()
-            # srun drops a signal that comes before its tasks have started; the mark stays.
+            # srun drops a signal that arrives before its tasks have started; the mark remains.
             self.stopped |= os.path.exists(os.path.join(self.options.logs, "stopping"))
             status = self._until_the_end(argv, environ, status)
             self._judge_container(status)
@@ -137,7 +137,7 @@ class Node:
             self._report_oom()
         self._write("ended", str(status))
         if self.stopped:
-            # To srun this is no failed node: it would kill the others in their checkpoint.
+            # srun must not see a failed node: it would kill the others during their checkpoint.
             self._write("stopped", str(status))
             return 0
         if status:
@@ -150,7 +150,7 @@ class Node:
             self.cannot("retryable", f"{container.runtime} could not start the container")
 
     def _until_the_end(self, argv: Sequence[str], environ: Mapping[str, str], status: int) -> int:
-        """Run torchrun, again if it has ended on this node while others go on."""
+        """Run torchrun, and restart it if it ends on this node while the others continue."""
         left = self.options.restarts if self.options.elastic else 0
         while not self._heed_signals():
             status = self._run_once(argv, environ)
@@ -177,19 +177,19 @@ class Node:
         except OSError as error:
             self.cannot("missing", f"{argv[0]}: {error.strerror}")
             return 126 if isinstance(error, PermissionError) else 127
-        if self._heed_signals():  # the signal came while it was being started
+        if self._heed_signals():  # the signal arrived during the start
             torchrun.send_signal(signal.SIGTERM)
         while torchrun.poll() is None:
             try:
                 self.look(torchrun, time.monotonic())
-            except Exception:  # torchrun counts more
+            except Exception:  # torchrun is more important
                 traceback.print_exc()
             self.signals.wait(LOOK_S)
             self._heed_signals()
         return status_of(torchrun.returncode)
 
     def look(self, torchrun: "subprocess.Popen[bytes]", now_s: float) -> None:
-        """Show that this node lives, and look at its memory, as often as each is due."""
+        """Write the heartbeat and check the ranks' memory, each at its interval."""
         if now_s >= self._life_at_s:
             self._show_life(now_s)
         if now_s >= self._look_at_s:
@@ -197,7 +197,7 @@ class Node:
             self._look_at_memory(torchrun)
 
     def cannot(self, word: str, why: str) -> None:
-        """Tell the batch script what kept torchrun from starting."""
+        """Report to the batch script why torchrun could not start."""
         print(f"{self.name}: {why}", file=sys.stderr)
         self._write("cannot", f"{word} {self.name}: {why}")
 
@@ -216,7 +216,7 @@ class Node:
             self.signals.wait(until_s - time.monotonic())
 
     def _write(self, kind: str, line: str) -> None:
-        """Write a line into a file of this node; on a full disk, torchrun runs all the same."""
+        """Write a line to a file of this node; a full disk does not stop torchrun."""
         try:
             path = os.path.join(self.options.logs, f"{kind}-{self.key}")
             with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -226,17 +226,17 @@ class Node:
                 print(f"{self.name}: {error}", file=sys.stderr)
 
     def _show_life(self, now_s: float) -> None:
-        """Write this node's clock: it stands still while a node is off or cut off."""
+        """Write this node's clock as a heartbeat: it stops while the node is off or cut off."""
         self._life_at_s = now_s + self._life_s
         self._write("alive", str(int(time.time())))
 
     # ---- The command
 
     def _command(self) -> Tuple[List[str], Dict[str, str]]:
-        """Return what to start, and its environment.
+        """Return the command to start, and its environment.
 
         Raises:
-            CannotStart: it cannot be started on this node.
+            CannotStart: the command cannot start on this node.
         """
         options = self.options
         environ = {**self.environ, **self._rendezvous()}
@@ -254,7 +254,7 @@ class Node:
         return self._in_apptainer(options.container, command, node)
 
     def _rendezvous(self) -> Dict[str, str]:
-        """Return torchrun's options that differ from node to node."""
+        """Return the torchrun options that differ between nodes."""
         timeout_s = self.options.join_timeout_s
         own = {
             "PET_LOCAL_ADDR": self.name,
@@ -266,9 +266,9 @@ class Node:
         return own
 
     def _programs(self) -> List[str]:
-        """Write the programs that ranks start with; return the command that stands before torchrun.
+        """Write the watchdog's programs; return the command to put before torchrun's.
 
-        Without them, the run goes on without a watchdog.
+        If they cannot be written, the run continues without a watchdog.
         """
         options = self.options
         watches = options.stall != "never"
@@ -330,12 +330,12 @@ class Node:
     # ---- Memory
 
     def _look_at_memory(self, torchrun: "subprocess.Popen[bytes]") -> None:
-        """Note the largest peak of a rank; stop a torchrun whose ranks ran out of memory.
+        """Record the highest memory peak of a rank; stop torchrun if ranks ran out of memory.
 
-        It would start them again, to the same end.
+        torchrun would restart them and they would run out of memory again.
         """
         conmon = read(self._folder.path("conmon"), 100).strip() if self._lifeline else ""
-        # podman's containers are no children of podman.
+        # podman containers are not children of podman.
         ranks = [*ranks_below([os.getpid(), *([int(conmon)] if conmon.isdigit() else [])])]
         for rank in ranks:
             used_kb = peak_kb(rank.pid)
@@ -358,7 +358,7 @@ class Node:
 
 
 def is_reachable(command: Sequence[str]) -> bool:
-    """Whether the others still meet at the endpoint that torchrun is told."""
+    """Whether the rendezvous endpoint in torchrun's command still accepts connections."""
     option = "--rdzv-endpoint="
     endpoint = next((word[len(option) :] for word in command if word.startswith(option)), "")
     host, _, port = endpoint.rpartition(":")
@@ -370,7 +370,7 @@ def is_reachable(command: Sequence[str]) -> bool:
 
 
 def kill_workers_left(job_id: str) -> None:
-    """Kill the ranks of a job on this node: they survive a torchrun that was killed."""
+    """Kill the ranks of a job on this node: they survive the kill of their torchrun."""
     own = os.fsencode(f"SLURM_JOB_ID={job_id}")
     for name in os.listdir("/proc"):
         if not name.isdigit():

@@ -1,7 +1,7 @@
 """Notifications of a run's ends, failures and stalls (`notify` in the job file or the profile).
 
-Each is sent once: the file `notified-EVENT.json` in the attempt's folder can be made only once. A
-receiver that fails or hangs costs its time-out and a line on standard error.
+Each is sent once: the file `notified-EVENT.json` in the attempt's folder can be created only once.
+A receiver that fails or hangs costs its timeout and a line on stderr.
 """
 
 import json
@@ -15,39 +15,39 @@ from .evidence.files import open_regular
 
 COMMAND_TIMEOUT_S = 10.0
 MOST_TEXT = 1500
-"""The most bytes of a text."""
+"""The maximum size of a text, in bytes."""
 
 _HARMLESS = frozenset(("done", "preempted", "requeued", "walltime", "cancelled", "terminated"))
 
 
 class Receivers(NamedTuple):
-    """Who is told of what."""
+    """The recipients of notifications, and the events that they get."""
 
     events: Sequence[str] = ()
-    """Of `end`, `requeue`, `failure` and `stall`."""
+    """Some of `end`, `requeue`, `failure` and `stall`."""
     webhook: str = ""
     webhook_file: str = ""
-    """A file that holds the address of the webhook."""
+    """A file that contains the webhook address."""
     variable: str = ""
-    """The environment variable that holds it."""
+    """The environment variable that contains the webhook address."""
     command: str = ""
-    """A line of shell, which gets the message on stdin and its text in NOTIFY_TEXT."""
+    """A shell command that gets the message on stdin and its text in NOTIFY_TEXT."""
     secrets: Sequence[str] = ()
-    """Environment variables whose values no text may hold."""
+    """Environment variables with values that must be masked in every text."""
 
     @property
     def has_webhook(self) -> bool:
-        """Whether messages are posted."""
+        """Whether messages are posted to a webhook."""
         return bool(self.webhook or self.webhook_file or self.variable)
 
 
 class Event(NamedTuple):
-    """What there is to tell."""
+    """An event to report."""
 
     name: str
     """`end`, `requeue` or `stall`."""
     word: str
-    """How the attempt has ended; empty of a stall."""
+    """The status word of the attempt; empty for a stall."""
     text: str
     attempt: int
     tries: int = 3
@@ -59,12 +59,12 @@ class Notifier:
     def __init__(self, receivers: Receivers, job: str, run_dir: str) -> None:
         self.receivers, self.job, self.run_dir = receivers, job, run_dir
         if receivers.has_webhook:
-            from . import webhook  # noqa: F401  # at the end, this program's file may be gone
+            from . import webhook  # noqa: F401  # later, this program's file may be gone
 
     def tell(self, claim: str, event: Event) -> None:
-        """Send an event, if somebody wants it and nobody has sent it yet.
+        """Send an event, if a recipient wants it and nobody has sent it yet.
 
-        `claim` begins the path of the file that can be made once.
+        `claim` is the path prefix of the file that can be created only once.
         """
         failed = event.name != "stall" and event.word not in _HARMLESS
         wanted = {event.name, "failure"} if failed else {event.name}
@@ -99,13 +99,13 @@ def _claimed(path: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return a text in printable ASCII, as every receiver takes it, and not longer than allowed."""
+    """Return a text in printable ASCII, which every receiver accepts, cut to the maximum size."""
     data = text.encode("utf-8", "surrogateescape")
     return "".join(chr(byte) if 32 <= byte <= 126 else "?" for byte in data)[:MOST_TEXT]
 
 
 def masked(text: str, secrets: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return a text with ***NAME*** in place of the values of secrets."""
+    """Return a text with the values of secrets replaced by ***NAME***."""
     for name in secrets:
         value = environ.get(name, "")
         if len(value) > 3:
@@ -120,7 +120,7 @@ def send(receivers: Receivers, content: Mapping[str, Any], tries: int, said_by: 
     """Send a message to the webhook and to the command."""
     body = json.dumps(content).encode()
     if receivers.has_webhook:
-        from . import webhook  # its modules take longer to load than all others
+        from . import webhook  # its modules load slower than all others
 
         address = _address(receivers)
         answers: List[str] = []
@@ -130,7 +130,7 @@ def send(receivers: Receivers, content: Mapping[str, Any], tries: int, said_by: 
         sender.start()
         sender.join(
             tries * (webhook.TIMEOUT_S + 1)
-        )  # the time-out of urllib counts anew for each byte
+        )  # the timeout of urllib restarts with each byte
         why = answers[0] if answers else f"{webhook.host_of(address)} gives no answer"
         if why:
             _complain(said_by, "webhook", why)

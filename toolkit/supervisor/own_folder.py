@@ -1,7 +1,7 @@
-"""A folder of this process on the node's own disk, which no file server has to reach.
+"""A folder of this process on the node's local disk, without a file server.
 
-A process that is killed leaves its folder behind. Each holds a file that is locked as long as its
-process lives, so that the next process on the node can tell, and removes what is left.
+A killed process leaves its folder behind. Each folder contains a file that is locked while its
+process lives, so the next process on the node detects and removes stale folders.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from typing import Dict, Mapping, Optional
 
 PLACE = "/tmp"
 LONGEST_TMPDIR = 107 - len("/torch-shm-dir-abcdef/manager.sock") - 8
-"""In bytes. The path of a socket has at most 107 (unix(7)); torch makes the longest known ones in
-there, for the DataLoader's tensors; 8 are to spare."""
+"""In bytes. A socket path has at most 107 (unix(7)); the longest known ones in there are torch's,
+for the tensors of the DataLoader; 8 bytes are spare."""
 
 _PREFIX, _LOCK = "supervisor.", "lock"
 
 
 class OwnFolder:
-    """The folder, once something has asked for it."""
+    """The folder, created on first use."""
 
     def __init__(self, place: str = PLACE) -> None:
         self._place, self._path = place, ""
@@ -29,20 +29,20 @@ class OwnFolder:
 
     @property
     def made(self) -> str:
-        """The path of the folder; empty as long as nothing has asked for it."""
+        """The path of the folder; empty before the first use."""
         return self._path
 
     def path(self, *names: str) -> str:
-        """Return the path of something in the folder.
+        """Return a path in the folder.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         if not self._path:
             remove_left_folders(self._place)
             folder = tempfile.mkdtemp(prefix=_PREFIX, dir=self._place)
             self._lock = os.open(folder + "/new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # where there are no locks, nothing is removed
+            with contextlib.suppress(OSError):  # without locks, folders are never removed
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rename(folder + "/new", os.path.join(folder, _LOCK))
             self._path = folder
@@ -58,7 +58,7 @@ class OwnFolder:
 
 
 def remove_left_folders(place: str) -> None:
-    """Remove the folders of this user's processes that have ended without doing so."""
+    """Remove the folders that ended processes of this user have left behind."""
     for folder in glob.glob(os.path.join(glob.escape(place), _PREFIX + "*")):
         try:
             if os.lstat(folder).st_uid != os.getuid():
@@ -73,10 +73,10 @@ def remove_left_folders(place: str) -> None:
 
 
 def short_tmpdir(environ: Mapping[str, str], folder: OwnFolder) -> Dict[str, str]:
-    """Return a TMPDIR in which sockets can be made: a link, where that of the site is too long.
+    """Return a TMPDIR in which sockets can be created: a link, if the site's path is too long.
 
-    Workers of a DataLoader would fail there with "AF_UNIX path too long", and the rank would wait
-    for them forever.
+    With a longer path, DataLoader workers fail with "AF_UNIX path too long", and the rank waits
+    for them without limit.
     """
     site = environ.get("TMPDIR", "")
     if len(os.fsencode(site)) <= LONGEST_TMPDIR:

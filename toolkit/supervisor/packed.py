@@ -1,7 +1,7 @@
-"""`__main__.py` of the archive that scripts and manifests carry: imports the package from a table.
+"""`__main__.py` of the archive in scripts and manifests: imports the package from a table.
 
-The table of sources is compressed as a whole. Files of a zip archive are compressed one by one, and
-would take half as much again.
+The table of sources is compressed as a whole. A zip archive compresses files one by one and would
+be half as large again.
 """
 
 import json
@@ -17,32 +17,32 @@ except ImportError:
     sys.exit("supervisor: this host's python3 was built without the module bz2: use another one")
 
 TABLE = "sources.json.bz2"
-"""JSON: the text of each source by its path."""
+"""JSON: the text of each source file, by path."""
 
 
 class Sources:
-    """Imports modules whose sources are in a table, by path below a folder.
+    """Imports modules from a table of sources, by path below a folder.
 
-    `importlib.abc` has base classes for this, whose import would take longer than all else here.
+    It does not use the base classes in `importlib.abc`: their import takes longer than all else.
     """
 
     def __init__(self, folder: str, table: Dict[str, str]) -> None:
         self._folder, self._table = folder, table
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
-        """Return how a module of the table is imported; None: it is not in there."""
+        """Return the spec of a module in the table; None if it is not there."""
         stem = name.replace(".", "/")
         for file in (stem + "/__init__.py", stem + ".py"):
             if file in self._table:
                 origin = os.path.join(self._folder, file)
                 is_package = file.endswith("/__init__.py")
                 spec = ModuleSpec(name, self, origin=origin, is_package=is_package)  # type: ignore[arg-type]  # no base class
-                spec.has_location = True  # as `__file__`, which tracebacks show
+                spec.has_location = True  # sets `__file__`, which tracebacks show
                 return spec
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Have Python make the module."""
+        """Let Python create the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the source of a module."""
@@ -50,14 +50,14 @@ class Sources:
         exec(compile(self.get_source(module.__name__), module.__file__, "exec"), vars(module))
 
     def get_source(self, name: str) -> str:
-        """Return the source of a module, of which tracebacks show lines."""
+        """Return the source of a module, for lines in tracebacks."""
         spec = self.find_spec(name)
         if spec is None or spec.origin is None:
             raise ImportError(name)
         return self.get_data(spec.origin).decode()
 
     def get_data(self, path: str) -> bytes:
-        """Return a source, also of what is no module."""
+        """Return a source file, including files that are not modules."""
         try:
             return self._table[os.path.relpath(path, self._folder)].encode()
         except KeyError:

@@ -1,6 +1,6 @@
-"""A pod's first process: it runs torchrun and tells Kubernetes by its exit status how it ended.
+"""A pod's first process: runs torchrun and reports its end to Kubernetes by the exit status.
 
-0: all steps made. 42: failed for good. 138: to be started again.
+0: all steps are done. 42: failed permanently. 138: to be restarted.
 """
 
 import contextlib
@@ -38,17 +38,17 @@ from .watchdog_files import write_watchdog
 DONE, FINAL, AGAIN = 0, 42, 138
 
 LOOK_S = 5
-"""Seconds between two looks at what other pods have left."""
+"""Seconds between two checks of the other pods' files."""
 
 STOP_MARGIN_S = 10
-"""How much longer than `stop.grace` a torchrun may take to stop before it is told again."""
+"""Seconds beyond `stop.grace` after which a torchrun that still runs gets SIGTERM again."""
 
 STORAGE_TRIES = 12
-"""How often, five seconds apart, the run directory is tried: storage may be away for a moment."""
+"""How often to try the run directory, every five seconds: storage may be briefly unavailable."""
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     command: Sequence[str]
     """torchrun and its arguments."""
@@ -56,15 +56,15 @@ class Options(NamedTuple):
     nodes: int = 1
     elastic: bool = False
     replaces: bool = False
-    """Whether Kubernetes replaces any pod that fails, also one that has failed for good."""
+    """Whether Kubernetes replaces every failed pod, including a permanently failed one."""
     marks: bool = False
-    """Whether a pod that has failed for good tells the others by a mark in the run directory."""
+    """Whether a permanently failed pod informs the others by a mark in the run directory."""
     join_timeout_s: int = 0
-    """How long pods wait for each other at the first one; 0 where an operator says where."""
+    """How long pods wait for each other at the first pod; 0 if an operator sets the endpoint."""
     environ: Mapping[str, str] = MappingProxyType({})
-    """Variables of the ranks whose names an operator keeps for itself."""
+    """Variables of the ranks with names that an operator reserves."""
     cgroups: str = "/sys/fs/cgroup"
-    """Where the container's cgroup is mounted."""
+    """Mount point of the container's cgroup."""
 
 
 class _Ended(Exception):
@@ -109,7 +109,7 @@ class PodStart(PodFolder):
         self.environ: Dict[str, str] = {}
         """The environment of the ranks."""
         self.start = ""
-        """What this start has written into `began`: another pod of this name writes another."""
+        """The text that this start wrote to `began`; another pod of this name writes another."""
         self._found_start = (0, 0), ""
         self.stalls_told = 0
         self.deserted: Optional[Deserted] = None
@@ -152,8 +152,8 @@ class PodStart(PodFolder):
             self.signals.wait(5)
         given = os.environ.get("TRAIN_ATTEMPT", "")
         self.number = int(given) if given.isdigit() else 0
-        # Also after the run was deleted and applied again: the first pod's link gives the others
-        # the attempt's number.
+        # Also if the run was deleted and applied again: the others take the attempt number from
+        # the first pod's link.
         while self.submission:
             link = os.path.join(self.run_dir, "logs", f"start-{self.number}")
             with contextlib.suppress(OSError):
@@ -171,9 +171,9 @@ class PodStart(PodFolder):
             raise _Ended(FINAL) from None
 
     def _check_submitted_files(self) -> None:
-        """Refuse files that are not the submitted ones: others may create a ConfigMap of the name.
+        """Refuse files that were not submitted: others may create a ConfigMap of the same name.
 
-        They are executed.
+        The pod executes these files.
         """
         folder = os.environ.get("TRAIN_SUBMITTED_DIR", "")
         for line in os.environ.get("TRAIN_SUBMITTED_SHA256", "").splitlines():
@@ -187,7 +187,7 @@ class PodStart(PodFolder):
                 self._refuse(f"the ConfigMap does not hold what was submitted: {name}")
 
     def _is_done(self) -> bool:
-        """Whether the run was done while this pod was away, or before it could join."""
+        """Whether the run finished while this pod was gone, or before it could join."""
         if not self.submission or not os.path.exists(self.shared("done")):
             return False
         if self.options.nodes == 1:
@@ -201,9 +201,9 @@ class PodStart(PodFolder):
             self._repeat_the_end()
         started_before = os.path.exists(self.file("began"))
         if started_before and not os.path.exists(self.file("ended")):
-            # It was killed, for example out of memory.
+            # The earlier start was killed, for example out of memory.
             self.append("failed", "killed")
-        if not os.path.exists(self.file("steps")):  # where the submission began
+        if not os.path.exists(self.file("steps")):  # the step at which the submission began
             self.append("steps", read_outcome(self.run_dir).step or "0")
         reached = limit_reached(self.counts(), options.policy.limits)
         if reached is not None:
@@ -226,7 +226,7 @@ class PodStart(PodFolder):
             raise _Ended(FINAL) from None
 
     def _keep_the_last_error(self, started_before: bool) -> None:
-        """Keep the error of the last start, for comparison."""
+        """Save the error of the last start, for comparison."""
         while os.path.lexists(self.file(f"first_error-{self.earlier_starts}")):
             self.earlier_starts += 1
         if not started_before:
@@ -245,7 +245,7 @@ class PodStart(PodFolder):
             "TRAIN_ATTEMPT": str(self.number),
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
             "PET_LOG_DIR": self.own,
-            # torchrun reports there how workers end.
+            # torchrun logs there how workers end.
             "TORCH_LOGS_OUT": self.torchrun_log(),
             **options.environ,
         }
@@ -254,8 +254,8 @@ class PodStart(PodFolder):
             environ["PET_RDZV_CONF"] = (
                 f"is_host={int(self.is_host)},join_timeout={options.join_timeout_s},read_timeout=30"
             )
-            # torchrun waits for a pod that is lost between joining and starting its ranks: now 30 s
-            # for its address, for its size never.
+            # torchrun waits for a pod that is lost between joining and starting its ranks. This
+            # variable limits the wait for its address to 30 s, and skips the wait for its size.
             environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         if self.meets_others:
             address = self._meeting_address()
@@ -264,7 +264,7 @@ class PodStart(PodFolder):
                 # torchrun sorts addresses before names: this node has rank 0 with both.
                 environ["PET_LOCAL_ADDR"] = address
         self._heed_signals()
-        if self.stopping:  # the signal came before torchrun was started
+        if self.stopping:  # the signal arrived before the start of torchrun
             self.write("ended", "")
             raise _Ended(AGAIN)
         try:
@@ -283,7 +283,7 @@ class PodStart(PodFolder):
         return self.first.wait(self.options.join_timeout_s, self.signals)
 
     def _preparation(self) -> List[str]:
-        """Return what starts torchrun with the watchdog; nothing if it cannot be written."""
+        """Return the command that starts torchrun with the watchdog; empty if writing fails."""
         options = self.options
         policy = options.policy
         if policy.stall == "never" and not policy.protect_children and not policy.warm:
@@ -309,14 +309,14 @@ class PodStart(PodFolder):
             if number == signal.SIGCHLD:
                 continue
             self.stopping = "stopped"
-            # A lost node may still run this pod while another one has taken its place, and must
-            # not write a checkpoint any more.
+            # A lost node may still run this pod after its replacement has started. This pod must
+            # then not write a checkpoint.
             if self._is_replaced():
                 raise _Ended(AGAIN)
             self.children.send(signal.SIGTERM)
 
     def _look(self) -> None:
-        """Look at what other pods have left, and end a torchrun that would only go on in vain."""
+        """Check the other pods' files, and stop torchrun if it cannot succeed."""
         if self._is_replaced():
             raise _Ended(AGAIN)
         if self._ended_for_good() or self._is_hopeless():
@@ -329,7 +329,7 @@ class PodStart(PodFolder):
             self.children.send(signal.SIGKILL)
 
     def _is_hopeless(self) -> bool:
-        """Whether torchrun has started the ranks again, to end alike."""
+        """Whether restarts by torchrun fail in the same way."""
         if not self.options.policy.restarts:
             return False
         if self.out_of_memory() is not None and any(
@@ -348,7 +348,7 @@ class PodStart(PodFolder):
         return True
 
     def _is_replaced(self) -> bool:
-        """Whether another pod has taken this one's place."""
+        """Whether another pod has replaced this pod."""
         if not self.start:
             return False
         try:
@@ -361,12 +361,12 @@ class PodStart(PodFolder):
         return self._found_start[1] not in ("", self.start)
 
     def _ended_for_good(self) -> str:
-        """Return how another pod has ended for good.
+        """Return how another pod has failed permanently; empty if none has.
 
-        Kubernetes replaces the pods of a lost node only if it replaces any pod that fails, also one
-        that has ended with 42: so that pod leaves a mark, by which its replacements and the others
-        end, too. The operator of a PyTorchJob deletes the pods that still run, with their logs: so
-        they end by the mark first, unless it is older than this start: of an earlier submission.
+        Kubernetes replaces the pods of a lost node only if it replaces every failed pod, including
+        one with exit status 42. So that pod leaves a mark, and its replacements and the others exit
+        when they see it. The operator of a PyTorchJob deletes running pods with their logs, so they
+        exit at the mark first. A mark older than this start belongs to an earlier submission.
         """
         if not self.options.marks:
             return ""
@@ -380,7 +380,7 @@ class PodStart(PodFolder):
         return read(path, 4096).rstrip("\n")
 
     def _tell_stalls(self) -> None:
-        """Send what the watchdog has named: a file with one sentence for each stall."""
+        """Send a notification for each stall file of the watchdog."""
         if "stall" not in self.options.policy.receivers.events:
             return
         while os.path.exists(self.shared(f"watchdog/stall-{self.stalls_told + 1}")):
@@ -403,8 +403,8 @@ class PodStart(PodFolder):
         if self._ended_for_good():
             self._repeat_the_end()
         if self.exited_with(NO_PROGRESS_STATUS):
-            self.touch_shared("no_progress")  # for pods whose ranks have only lost that worker's
-        # A pod that was stopped has not made all steps, even if torchrun exits with 0.
+            self.touch_shared("no_progress")  # for pods with ranks that only lost this worker
+        # A stopped pod has not finished all steps, even if torchrun exits with 0.
         self.status = status or 1
         if self.outcome_is_current():
             self.outcome = read_outcome(self.run_dir)
@@ -433,8 +433,8 @@ class PodStart(PodFolder):
         self.write("ended", f"{said}: {status}")
         if status == DONE:
             self.touch_shared("done")
-        # Not by a pod that is stopped, for another pod's sake for example, nor by one that starts
-        # again.
+        # No notification from a stopped pod (for example stopped because of another pod) or from a
+        # pod that will restart.
         if not self.stopping and status != AGAIN:
             self._tell(verdict.word, f"ended: {text}")
         if status == FINAL and self.options.marks and not self.options.replaces:
@@ -448,7 +448,7 @@ class PodStart(PodFolder):
         raise _Ended(FINAL)
 
     def _await_others(self) -> None:
-        """Wait until the other pods have ended: the operator deletes those that still run."""
+        """Wait until the other pods have ended: the operator deletes pods that still run."""
         end = time.monotonic() + self.options.policy.grace_s + 20
         while time.monotonic() < end and not self.stopping:
             if len(glob.glob(glob.escape(self.logs) + "/*/ended")) >= self.options.nodes:
@@ -468,7 +468,7 @@ class PodStart(PodFolder):
         self.notifier.tell(self.shared("notified"), event)
 
     def failed_itself(self) -> int:
-        """Note that this program has failed: started again once, never twice in a row."""
+        """Record a bug in this program: the pod restarts once, never twice in a row."""
         why = "the supervisor failed: " + traceback.format_exc(limit=0).strip().rpartition("\n")[2]
         before = last_lines(self.file("earlier_ends"))[-1:] if self.own else []
         twice = before[:1] and before[0].startswith("the supervisor failed: ")

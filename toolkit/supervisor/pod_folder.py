@@ -1,4 +1,4 @@
-"""The folders of a run that a pod writes into, and the evidence that a start leaves there."""
+"""The folders that a pod writes to, and the evidence of a start in them."""
 
 import contextlib
 import glob
@@ -17,14 +17,14 @@ from .policy import Counts, Evidence, Verdict
 from .supervised import lost_since
 
 LOOKS_AFTER_FAILURE = 13
-"""For so many looks after a start may have failed, its errors are looked for: on a file server they
-may come a minute late."""
+"""For how many looks after a possible failure of a start to search for its errors: on a file server
+they may arrive a minute late."""
 
 
 class PodFolder(Evidence):
-    """What one start of a pod's container leaves.
+    """The evidence of one start of a pod's container.
 
-    Kubernetes starts pods again one by one, so each counts its own starts, in a folder of its name.
+    Kubernetes restarts pods one by one, so each pod counts its starts in a folder of its name.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class PodFolder(Evidence):
         self.name = os.environ["HOSTNAME"]
         self.number = 0
         self.logs = self.own = ""
-        """The attempt's folder, and this pod's in it."""
+        """The attempt's folder, and this pod's subfolder."""
         self.began_ns = 0
         """When this start began, by the run directory's clock."""
         self.earlier_starts = 0
         self.compares = compares
-        """Whether the failures of two starts are compared."""
+        """Whether to compare the failures of two starts."""
         self._cgroups = cgroups
         self.nodes, self.command = nodes, command
         self.repetitions = Repetitions(self._starts, self._torchruns)
@@ -48,7 +48,7 @@ class PodFolder(Evidence):
         self._log_size, self._looks_left = 0, 0
 
     def counts(self) -> Counts:
-        """Return what this pod's starts since the submission have come to."""
+        """Return the totals of this pod's starts since the submission."""
         failures = len(read(self.file("failed")).splitlines())
         idle, best = 0, -1
         for line in read(self.file("steps")).splitlines():
@@ -65,9 +65,9 @@ class PodFolder(Evidence):
         return changed_ns > self.began_ns
 
     def may_be_repeated(self) -> bool:
-        """Whether a start has failed of late: torchrun has logged, or has started the ranks again.
+        """Whether a start may have failed recently: torchrun has logged a line or restarted ranks.
 
-        Nothing is opened or listed for it, once torchrun has its folder: many pods share them.
+        Opens and lists nothing once torchrun has its folder: many pods share the folders.
         """
         if not self._torchrun:
             first = next(iter(self.newer(self.own, "*/attempt_0")), "")
@@ -84,22 +84,22 @@ class PodFolder(Evidence):
         return self._looks_left >= 0 or self.repetitions.awaits_cause
 
     def repeated(self) -> Optional[Failure]:
-        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        """Return the repeated failure for which torchrun was stopped, if any."""
         return from_line(read(self.file("repeated"), 4096))
 
     def exited_with(self, status: int) -> bool:
-        """Whether the last worker of which torchrun has reported has ended with this status."""
+        """Whether the last worker in torchrun's log ended with this status."""
         last = logged_failure(self.torchrun_log())
         return last is not None and last.exitcode == status
 
     def no_progress(self) -> bool:
-        """Whether another pod has seen that a worker ends for want of progress."""
+        """Whether another pod has recorded a worker that ended for lack of progress."""
         return os.path.exists(self.shared("no_progress"))
 
     def stopped(self) -> Optional[Verdict]:
-        """Whether Kubernetes has ended the pod.
+        """Return the verdict if Kubernetes has stopped the pod.
 
-        A rank that failed for want of memory counts more than a stop for another pod's sake.
+        An out-of-memory failure of a rank takes precedence over a stop because of another pod.
         """
         if not self.stopping:
             return None
@@ -108,11 +108,11 @@ class PodFolder(Evidence):
         return Verdict("preempted", "stopped from outside")
 
     def out_of_memory(self) -> Optional[str]:
-        """Where the kernel has killed a process of this container, which a cgroup counts."""
+        """Return "" if the container's cgroup counts an out-of-memory kill, else None."""
         return "" if oom_kills_of_container(self._cgroups) else None
 
     def cause(self) -> Optional[Cause]:
-        """What has failed first in any pod of the attempt."""
+        """Return the first failure in any pod of the attempt."""
         reported = [one for one in map(logged_failure, self.torchrun_logs()) if one]
         out_of_memory = [self.name] if self.out_of_memory() is not None else []
         lacking = few_gpus(self.command, os.environ)
@@ -120,15 +120,15 @@ class PodFolder(Evidence):
         return cause_of(self._starts(), self.logs, logs)
 
     def cost(self) -> str:
-        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        """Return the number of steps since the newest checkpoint; empty if unknown."""
         return lost_since(self.outcome, self.run_dir)
 
     def raised(self) -> Optional[Failure]:
-        """The first error of the last start."""
+        """Return the first error of the last start."""
         return last_failure(self._starts(), self.logs) if self.compares else None
 
     def failed_before(self) -> Optional[Failure]:
-        """The failure of this start, if an earlier start of this pod failed alike."""
+        """Return the failure of this start if an earlier start of this pod failed alike."""
         now = self.raised()
         if now is not None:
             self.write("first_error", now.line())
@@ -160,11 +160,11 @@ class PodFolder(Evidence):
     # ---- Files
 
     def file(self, name: str) -> str:
-        """Return the path of a file of this pod."""
+        """Return the path of this pod's file."""
         return os.path.join(self.own, name)
 
     def shared(self, name: str) -> str:
-        """Return the path of a file of all pods of the attempt."""
+        """Return the path of a file that all pods share."""
         return os.path.join(self.logs, name)
 
     def torchrun_log(self) -> str:
@@ -172,11 +172,11 @@ class PodFolder(Evidence):
         return os.environ.get("TORCH_LOGS_OUT") or self.file("torchrun.log")
 
     def torchrun_logs(self) -> List[str]:
-        """Return those of all pods."""
+        """Return the paths of all pods' torchrun logs."""
         return glob.glob(glob.escape(self.logs) + "/*/torchrun.log")
 
     def write(self, name: str, text: str) -> None:
-        """Write a line into a file of this pod; an empty text is no line."""
+        """Write a line to a file of this pod; nothing for an empty text."""
         _write(self.file(name), "w", text)
 
     def append(self, name: str, text: str) -> None:
@@ -184,16 +184,16 @@ class PodFolder(Evidence):
         _write(self.file(name), "a", text)
 
     def write_shared(self, name: str, text: str) -> None:
-        """Write a line into a file of all pods."""
+        """Write a line to a file that all pods share."""
         _write(self.shared(name), "w", text)
 
     def touch_shared(self, name: str) -> None:
-        """Make a file of all pods."""
+        """Create a file that all pods share."""
         _write(self.shared(name), "a", "")
 
 
 def _write(path: str, mode: str, text: str) -> None:
-    """Write a line, or nothing; a full disk, or storage that is away, does not change the end."""
+    """Write a line, or nothing; a full disk or unreachable storage changes no exit status."""
     try:
         with open(path, mode, encoding="utf-8", errors="surrogateescape") as file:
             file.write(text + "\n" if text else "")
@@ -202,5 +202,5 @@ def _write(path: str, mode: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Say something in the pod's log."""
+    """Print a line to the pod's log."""
     print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""The points of a sweep on this machine: each is a run that `keep` keeps, as many at once as fit.
+"""The points of a sweep on this machine: each is a run under `keep`, as many at once as fit.
 
-Each of those that run at the same time has GPUs of its own.
+Points that run at the same time have separate GPUs.
 """
 
 import contextlib
@@ -20,34 +20,34 @@ from .process import POLL_S, Signals, parent_lives, status_of
 
 CANCEL = "cancel_requested"
 _END_S = 5.0
-"""So long a supervisor may take to end when its last point has."""
+"""How long a supervisor may take to exit after its last point has ended."""
 
 LAUNCHER_LOG = "logs/launcher.log"
-"""What the script of a run prints itself, such as a refusal to start."""
+"""The script's own output, such as a refusal to start."""
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """Options from the command line."""
 
     run_dir: str
     mode: str
     """`continue` for the points that have not succeeded; empty for a new sweep."""
     command: Sequence[str]
-    """The script; a point's folder follows, and the mode."""
+    """The script; a point's folder and the mode are appended."""
     points: Sequence[str]
-    """Their names, which are those of their folders."""
+    """The names of the points, which are also their folder names."""
     most: Optional[int]
-    """How many may run at once; as many as fit where it is None."""
+    """Maximum number of concurrent points; None: as many as fit."""
     cores: int
     gpus: int
-    """What one point needs."""
+    """GPUs per point."""
     stop_timeout_s: float
     time_limit_s: float
-    """Those of each point."""
+    """Time limit of each point."""
     tied_to: Optional[int]
-    """The parent, if the sweep ends with it."""
+    """The pid of the parent, if the sweep ends with it."""
     lock: Optional[int]
-    """The file descriptor that holds the sweep's lock; None where nobody holds it yet."""
+    """The file descriptor with the sweep's lock; None if nobody holds the lock yet."""
 
 
 def main(options: Options) -> int:
@@ -71,7 +71,7 @@ def main(options: Options) -> int:
 
 
 def gpus_here() -> List[str]:
-    """Return the NVIDIA GPUs that there are for us, without loading torch."""
+    """Return the available NVIDIA GPUs, without importing torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen:
         return chosen.split(",")
@@ -80,12 +80,12 @@ def gpus_here() -> List[str]:
 
 
 def count_gpus() -> int:
-    """Return how many these are."""
+    """Return the number of available GPUs."""
     return len(gpus_here())
 
 
 def at_once(options: Options, gpus: int) -> int:
-    """Return how many points run at the same time: one at least."""
+    """Return the number of concurrent points: at least one."""
     fit = [len(options.points)]
     if options.cores:
         has = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -98,7 +98,7 @@ def at_once(options: Options, gpus: int) -> int:
 
 
 def _hold(run_dir: str) -> Optional[IO[bytes]]:
-    """Hold the lock of a sweep; None while another process does, unless that is about to end."""
+    """Hold the lock of a sweep; None if another process holds it and does not exit soon."""
     until = time.monotonic() + _END_S
     while True:
         try:
@@ -114,10 +114,10 @@ class _Sweep:
         self.options, self.signals = options, signals
         self.gpus = gpus_here()
         self.running: Dict[int, subprocess.Popen[bytes]] = {}
-        """Who keeps a point, by its share of the machine."""
+        """The keeper process of each running point, by its share of the machine."""
 
     def run(self) -> int:
-        """Start the points one after the other as there is room; a signal stops them all."""
+        """Start the points one by one as resources permit; a signal stops them all."""
         options, status, ending = self.options, 0, False
         waiting = [name for name in options.points if not self._has_ended(name)]
         shares = range(at_once(options, len(self.gpus)))
@@ -135,14 +135,14 @@ class _Sweep:
                     name = waiting.pop(0)
                     try:
                         self._start(name, share)
-                    except OSError as error:  # of its folder; others may have room
+                    except OSError as error:  # about this point's folder; other points may start
                         print(f"{name} cannot be started: {error}", file=sys.stderr)
                         status = status or 1
             self.signals.wait(POLL_S)
         return status or int(ending)
 
     def _has_ended(self, name: str) -> bool:
-        """Whether a point has nothing left to do; who continues takes a cancellation back."""
+        """Whether a point has nothing left to do; the mode `continue` revokes a cancellation."""
         folder = os.path.join(self.options.run_dir, name)
         if self.options.mode != "continue":
             return os.path.exists(os.path.join(folder, CANCEL))
@@ -155,7 +155,7 @@ class _Sweep:
     def _start(self, name: str, share: int) -> None:
         options, folder = self.options, os.path.join(self.options.run_dir, name)
         if options.mode != "continue" and os.path.exists(os.path.join(folder, CANCEL)):
-            return  # while it waited
+            return  # cancelled while it waited
         os.makedirs(os.path.join(folder, "logs"), exist_ok=True)
         environ = dict(os.environ)
         if options.gpus:

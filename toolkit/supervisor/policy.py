@@ -1,7 +1,7 @@
-"""How an attempt ended, and whether another one follows: the same rules at every place.
+"""How an attempt ended, and whether another one follows: the same rules for all schedulers.
 
-`judge` asks for the evidence in the order of `RULES`; the first rule with an answer decides. The
-words are the table in docs/reference/run-directory.md, "How an attempt ended".
+`judge` queries the evidence in the order of `RULES`; the first rule with an answer decides. The
+status words are listed in docs/reference/run-directory.md, "How an attempt ended".
 """
 
 from typing import Callable, Iterable, NamedTuple, Optional
@@ -12,10 +12,10 @@ from .evidence.first_error import Failure, in_words
 from .evidence.outcome import Outcome
 
 NO_PROGRESS_STATUS = 93
-"""The exit status of a worker, or of a script, by which an attempt without progress ends."""
+"""The exit status with which a worker or script ends an attempt without progress."""
 
 _NOT_STARTED = frozenset((2, 126, 127))
-"""Exit statuses of programs that could not begin, by sh(1) and Python's argparse."""
+"""Exit statuses of programs that could not start, by sh(1) and Python's argparse."""
 
 
 class Verdict(NamedTuple):
@@ -26,73 +26,73 @@ class Verdict(NamedTuple):
 
 
 class Evidence:
-    """What is known of an attempt that has ended. A place answers what it can know.
+    """The evidence about an attempt that has ended. Subclasses override what they can find out.
 
-    The answers may cost a call of the scheduler, so that none is asked for before it is needed.
+    A method may call the scheduler, so `judge` calls each only when needed.
     """
 
     status = 0
-    """The exit status of torchrun, or of what has started it on all nodes."""
+    """The exit status of torchrun, or of the program that started it on all nodes."""
 
     outcome: Optional[Outcome] = None
-    """The record outcome.json, if it is of this attempt."""
+    """The record outcome.json, if it belongs to this attempt."""
 
     stopping = ""
-    """Why the attempt was to stop, if it was: a word of the place."""
+    """Why the attempt was asked to stop, as a word of the subclass; empty if it was not."""
 
     disk = ""
-    """The folder for which no space is left."""
+    """The folder on the full disk; empty if there is none."""
 
     def ranks_began(self) -> bool:
-        """Whether torchrun has started ranks."""
+        """Whether torchrun has started any ranks."""
         return True
 
     def superseded(self) -> Optional[Verdict]:
-        """Whether another attempt has taken over."""
+        """Return the verdict if another attempt has taken over; else None."""
         return None
 
     def repeated(self) -> Optional[Failure]:
-        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        """Return the repeated failure for which torchrun was stopped, if any."""
         return None
 
     def exited_with(self, status: int) -> bool:
-        """Whether a worker has ended with this exit status, by torchrun's report."""
+        """Whether torchrun's report shows a worker with this exit status."""
         return False
 
     def no_progress(self) -> bool:
-        """Whether another node has seen that a worker ends for want of progress."""
+        """Whether another node has recorded a worker that ended for lack of progress."""
         return False
 
     def stopped(self) -> Optional[Verdict]:
-        """Who has ended the attempt from outside."""
+        """Return the verdict if the attempt was ended from outside."""
         return None
 
     def raised(self) -> Optional[Failure]:
-        """The first error of the last start."""
+        """Return the first error of the last start."""
         return None
 
     def failed_before(self) -> Optional[Failure]:
-        """The failure of this start, if an earlier start, of any attempt, failed alike."""
+        """Return the failure of this start if an earlier start, of any attempt, failed alike."""
         return None
 
     def out_of_memory(self) -> Optional[str]:
-        """Where the kernel has killed a process for want of memory; empty if not known where."""
+        """Return where the kernel killed a process out of memory; empty if the node is unknown."""
         return None
 
     def torchrun_was_killed(self) -> Optional[str]:
-        """On which node torchrun was killed, if that was the first failure."""
+        """Return the node on which torchrun was killed, if that was the first failure."""
         return None
 
     def cause(self) -> Optional[Cause]:
-        """What has failed first, by the best evidence beside outcome.json."""
+        """Return the first failure, by the best evidence other than outcome.json."""
         return None
 
     def cost(self) -> str:
-        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        """Return the number of steps since the newest checkpoint; empty if unknown."""
         return ""
 
     def could_not_start(self) -> Optional[Verdict]:
-        """What has kept torchrun from starting."""
+        """Return the verdict if torchrun could not start."""
         return None
 
 
@@ -100,7 +100,7 @@ class Evidence:
 
 
 def _said(evidence: Evidence) -> str:
-    """Return the reason in outcome.json, with the rank that has written it."""
+    """Return the reason in outcome.json, with the rank that wrote it."""
     if evidence.outcome is None:
         return ""
     rank, reason = evidence.outcome.rank, evidence.outcome.reason
@@ -112,7 +112,7 @@ def _outcome(evidence: Evidence) -> str:
 
 
 def _status(evidence: Evidence) -> int:
-    """Return torchrun's exit status; one that is stopped before its ranks began may say 0."""
+    """Return torchrun's exit status: a torchrun stopped before its ranks began may exit with 0."""
     if evidence.status == 0 and evidence.stopping and not _outcome(evidence):
         return 0 if evidence.ranks_began() else 1
     return evidence.status
@@ -179,7 +179,7 @@ def _could_not_start(evidence: Evidence) -> Optional[Verdict]:
 
 
 def _code(evidence: Evidence) -> int:
-    """Return the exit status by which a start is judged: 2 of any worker counts."""
+    """Return the exit status that decides: 2, if any worker exited with it."""
     return 2 if evidence.exited_with(2) else evidence.status
 
 
@@ -246,7 +246,7 @@ _IN_WORDS = {
 
 
 def sentence(reason: str) -> str:
-    """Return the line of a file `reason` as `status`, `logs`, reports and notifications show it.
+    """Return a line of a file `reason` as `status`, `logs`, reports and notifications show it.
 
     >>> sentence("retryable: rank 1 on n2: killed by SIGKILL; queued again")
     'failed: rank 1 on n2: killed by SIGKILL; queued again'
@@ -256,7 +256,7 @@ def sentence(reason: str) -> str:
 
 
 def reason_line(verdict: Verdict, decision: str) -> str:
-    """Return how an attempt has ended, and what follows, as a file `reason` holds it."""
+    """Return the line of a file `reason`: how an attempt ended, and what follows."""
     why = f"{verdict.why}; " if verdict.why else ""
     return f"{verdict.word}: {why}{decision}"
 
@@ -265,13 +265,13 @@ def reason_line(verdict: Verdict, decision: str) -> str:
 
 
 class Made(NamedTuple):
-    """What an attempt has come to."""
+    """The result of an attempt."""
 
     word: str
-    """Of its reason; empty while it has none."""
+    """The status word of its reason; empty while it has none."""
 
     step: Optional[int] = None
-    """Its last step, if the script tells."""
+    """Its last step, if the script records steps."""
 
 
 class Limits(NamedTuple):
@@ -287,11 +287,11 @@ class Limits(NamedTuple):
     """Preemptions, requeues and time limits after which another attempt follows; None: any."""
 
     by_others: bool = False
-    """Whether the next job of a chain goes on, so that failures are not limited."""
+    """Whether the next job of a chain continues the run, so failures are not limited."""
 
 
 class Decision(NamedTuple):
-    """What follows an attempt."""
+    """The decision after an attempt."""
 
     word: str
     text: str
@@ -299,21 +299,21 @@ class Decision(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the attempts since a submission have come to."""
+    """The totals of the attempts since a submission."""
 
     failures: int
     preemptions: int
     idle: int
     """Attempts in a row, up to the last one, without a new step."""
     best: int
-    """The last step that any attempt has made."""
+    """The highest step of any attempt."""
 
 
 def count(attempts: Iterable[Made], best: int = 0) -> Counts:
     """Count attempts, in their order; `best` is the last step before them.
 
-    Running out of time is a failure only of an attempt of which no step is known. Attempts that
-    were preempted before they began count for nothing.
+    A time limit counts as a failure only if the attempt has no known step. Attempts that were
+    preempted before they began do not count as attempts without progress.
     """
     failures = preemptions = idle = 0
     for word, step in attempts:
@@ -329,7 +329,7 @@ def count(attempts: Iterable[Made], best: int = 0) -> Counts:
 
 
 def limit_reached(counts: Counts, limits: Limits, word: str = "") -> Optional[Decision]:
-    """Return which limit ends a run whose attempts have come to so much, if one does."""
+    """Return the decision to end a run that has reached a limit; None below all limits."""
     if counts.idle >= limits.no_progress:
         text = "no step beyond {} in {} attempts (retries.no_progress)"
         return Decision("no_progress", text.format(counts.best, counts.idle), again=False)
@@ -347,10 +347,10 @@ _FINAL = frozenset(("no_progress", "fatal", "cancelled", "fenced"))
 def decide(
     word: str, counts: Counts, limits: Limits, *, again: str, queued: bool = False
 ) -> Decision:
-    """Return what follows an attempt that ended by this word.
+    """Return what follows an attempt that ended with this status word.
 
-    `counts`: of all attempts since the submission, this one included. `again`: the place's words
-    for another attempt that follows. `queued`: the scheduler itself has queued the job again.
+    `counts`: all attempts since the submission, including this one. `again`: the wording for
+    another attempt that follows. `queued`: the scheduler itself has queued the job again.
     """
     if word == "done":
         return Decision(word, "all steps made", again=False)

@@ -1,4 +1,4 @@
-"""Child processes that are stopped with patience, and a wait that signals end early."""
+"""Child processes with a patient stop, and a wait that signals interrupt."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ from typing import Iterator, List, Mapping, Optional, Sequence
 
 POLL_S = 0.2
 MOST_TERMS = 3
-"""So often SIGTERM is sent, a pause between each two, before SIGKILL."""
+"""How often to send SIGTERM, with pauses in between, before SIGKILL."""
 
 
 class Signals:
-    """Notes the signals that this process gets, and ends waits at once."""
+    """Records the signals that this process gets, and ends waits at once."""
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self.seen: List[int] = []
@@ -26,42 +26,42 @@ class Signals:
             signal.signal(number, lambda number, _: self.seen.append(number))
 
     def wait(self, limit_s: float) -> None:
-        """Wait for a signal, at most so many seconds."""
+        """Wait for a signal, at most this many seconds."""
         with contextlib.suppress(InterruptedError):
             select.select([self._read], [], [], limit_s)
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
 
     def take(self) -> Iterator[int]:
-        """Yield the signals that have come, each once."""
+        """Yield the signals received, each once."""
         while self.seen:
             yield self.seen.pop(0)
 
 
 def status_of(returncode: int) -> int:
-    """Return an exit status as a shell tells it: 128 and its number for a signal."""
+    """Return an exit status in the form of a shell: 128 + N for signal N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 class Children:
-    """The processes that this one has started; the first failure stops the others.
+    """The child processes of this process; the first failure stops the others.
 
-    torchrun loses a signal that comes while it writes to its log, leaves its ranks alone at a
-    second one that comes early, and after some errors waits for its own threads. So SIGTERM is sent
-    again only after a pause, and SIGKILL at last.
+    torchrun loses a signal that arrives while it writes to its log, abandons its ranks if a second
+    one arrives early, and after some errors waits for its own threads. So SIGTERM is repeated only
+    after a pause, and SIGKILL comes last.
     """
 
     def __init__(self, pause_s: float) -> None:
         self.running: List[subprocess.Popen[bytes]] = []
         self.status = 0
-        """The exit status of the first that failed."""
+        """The exit status of the first failed process."""
         self._pause_s, self._signals, self._again_s = pause_s, 0, 0.0
 
     def start(self, argv: Sequence[str], log: Optional[str], environ: Mapping[str, str]) -> None:
-        """Start a process that writes its output to the end of a file, or where this one does.
+        """Start a process that appends its output to a file, or shares this process's output.
 
         Raises:
-            OSError: the program is not there, or cannot be executed.
+            OSError: the program is missing, or cannot be executed.
         """
         with contextlib.ExitStack() as opened:
             output = opened.enter_context(open(log, "ab")) if log else None
@@ -71,7 +71,7 @@ class Children:
         self.running.append(process)
 
     def look(self) -> bool:
-        """Take note of the processes that have ended; return whether any still runs."""
+        """Reap ended processes; return whether any still runs."""
         for process in list(self.running):
             returncode = process.poll()
             if returncode is None:
@@ -87,7 +87,7 @@ class Children:
         return bool(self.running)
 
     def _reap_orphans(self) -> None:
-        """Reap the processes that a container's first process inherits, and no others."""
+        """Reap the orphans that a container's first process inherits, and no other processes."""
         own = {process.pid for process in self.running}
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -97,7 +97,7 @@ class Children:
                 os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
-        """Ask all processes to stop, if that has not been done yet."""
+        """Ask all processes to stop, if not yet done."""
         if not self._signals:
             self._signal(signal.SIGTERM)
 
@@ -114,5 +114,5 @@ class Children:
 
 
 def parent_lives(parent: Optional[int]) -> bool:
-    """Whether the process that has started this one still lives."""
+    """Whether the parent process is still alive."""
     return parent is None or os.getppid() == parent

@@ -1,9 +1,9 @@
-"""The lock of a run on this machine, which tells whether it is running.
+"""The lock of a run on this machine, held while the run is active.
 
 On Linux it is a write lock of the open file (fcntl(2), "open file description locks"). As with
-flock(2), each process that has inherited the file keeps it; unlike flock's, it is out of reach of
-users who may only read the file, and a question does not take it either. Where the system has no
-such locks (macOS, gVisor), flock's is used.
+flock(2), each process that has inherited the file holds the lock. Unlike with flock, users with
+read access only cannot take the lock, and a query does not take it either. Systems without such
+locks (macOS, gVisor) use flock.
 """
 
 import errno
@@ -13,26 +13,26 @@ import struct
 from typing import IO
 
 NAME = "running.lock"
-"""The file, in the run directory."""
+"""The name of the lock file in the run directory."""
 
 NO_PID = "0" * 10
-"""What it holds in the instant before the supervisor's process id is known."""
+"""The file's content until the supervisor's process id is known."""
 
 _SET, _ASK = (getattr(fcntl, name, -1) for name in ("F_OFD_SETLK", "F_OFD_GETLK"))
 _FLOCK = "@hhqqi4x"  # struct flock: type, whence, start, length, pid; 0 bytes are the whole file
 
 
 def hold(run_dir: str, again: bool = False) -> IO[bytes]:
-    """Make the lock of a new run, and hold it until the file is closed by all who have it.
+    """Create the lock of a new run, and hold it until all processes have closed the file.
 
-    The bytes for a process id are on the disk when this returns: from then on nothing may fail.
+    On return, the bytes for a process id are on disk, because later steps must not fail.
 
     Args:
         run_dir: The run directory.
-        again: Whether the run may have a lock of before.
+        again: Whether the run may already have a lock file.
 
     Raises:
-        OSError: the file exists already, or is held, or cannot be written.
+        OSError: the file already exists, is locked, or cannot be written.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if again else os.O_EXCL)
     file = os.fdopen(os.open(os.path.join(run_dir, NAME), flags, 0o644), "wb+", buffering=0)
@@ -47,7 +47,7 @@ def hold(run_dir: str, again: bool = False) -> IO[bytes]:
 
 
 def note_pid(file: IO[bytes], pid: int) -> None:
-    """Write down which process supervises the run."""
+    """Record the process that supervises the run."""
     os.pwrite(file.fileno(), f"{pid:0{len(NO_PID)}}".encode(), 0)
 
 

@@ -1,7 +1,7 @@
-"""Nodes that have lost their power and are back, which Slurm can miss within SlurmdTimeout.
+"""Detects nodes that lost power and are back; Slurm can miss that within SlurmdTimeout.
 
-Each node writes its clock into `alive-N` of the attempt's folder while its torchrun runs. If that
-stays as it is, the node's slurmd may be younger than the last sign.
+Each node writes its clock to `alive-N` in the attempt's folder while its torchrun runs. If the file
+stops changing, the node's slurmd may have started after the last heartbeat.
 """
 
 import os
@@ -10,17 +10,17 @@ from typing import Callable, Collection, Dict, Optional, Sequence, Tuple
 from .evidence.files import read
 
 SILENT_LOOKS = 6
-"""After so many looks without a new sign, the node's slurmd is asked about, again and again."""
+"""Number of looks without a new heartbeat after which to query the node's slurmd, repeatedly."""
 
 _SIGNS_PER_LOOK = 64
-"""So many files are read in one look: of many nodes, each has its turn."""
+"""Maximum number of files to read per look; with more nodes, they take turns."""
 
 _LOOKS_OF_1000_NODES = 36
-"""Of more nodes, each shows less often that it lives: of 1,000, once a minute."""
+"""With more nodes, each writes its heartbeat less often: with 1,000, once a minute."""
 
 
 class SignsOfLife:
-    """The last signs of the nodes of an attempt."""
+    """The last heartbeats of an attempt's nodes."""
 
     def __init__(
         self, logs: str, nodes: Sequence[str], began_s: Callable[[str], Optional[float]]
@@ -32,7 +32,7 @@ class SignsOfLife:
         self._last: Dict[int, Tuple[str, int]] = {}
 
     def look(self, ended: Collection[str]) -> Optional[int]:
-        """Return the number of a node that has restarted; those in `ended` are left out."""
+        """Return the number of a node that has restarted; skip those in `ended`."""
         self._looks += 1
         for number in range(self._looks % self._every, len(self.nodes), self._every):
             if str(number) in ended:

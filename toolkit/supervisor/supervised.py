@@ -1,4 +1,4 @@
-"""What the supervisor does with an attempt at every place: reasons, failures, notifications."""
+"""Supervision of an attempt, for all schedulers: reasons, failures, notifications."""
 
 import contextlib
 import glob
@@ -20,17 +20,17 @@ from .policy import Evidence, Limits, Verdict, reason_line, sentence
 
 
 class Policy(NamedTuple):
-    """What a job wants when something fails, and what it needs to start."""
+    """A job's settings for failures, and its requirements for a start."""
 
     job: str
     """The job's name."""
     restarts: int
-    """Of the ranks, by torchrun."""
+    """Maximum number of restarts of the ranks by torchrun."""
     limits: Limits
     grace_s: int
-    """How long a stop may take."""
+    """Time limit of a stop, in seconds."""
     stall: str = "never"
-    """Seconds without a step, or `learned`, after which ranks hang."""
+    """Seconds without a step after which ranks count as hanging, or `learned`."""
     protect_children: bool = False
     """Whether child processes of a rank outlive a stop until the rank has ended."""
     warm: bool = False
@@ -41,11 +41,11 @@ class Policy(NamedTuple):
     secrets: Sequence[str] = ()
     """Variables that must be set."""
     secret_files: Mapping[str, str] = MappingProxyType({})
-    """Files with the values of variables."""
+    """Files with the values of variables, by variable name."""
 
 
 class Supervised(Evidence):
-    """An attempt, and the evidence that it leaves at any place."""
+    """An attempt and its evidence, on any scheduler."""
 
     def __init__(self, policy: Policy, attempt: Attempt) -> None:
         self.policy, self.attempt = policy, attempt
@@ -53,18 +53,18 @@ class Supervised(Evidence):
         self.compares = bool(policy.restarts or policy.limits.requeue)
         self.repetitions = Repetitions(self.starts, self.torchruns)
         self.error: Optional[Failure] = None
-        """The first error, if it was asked for."""
+        """The first error, if it was determined."""
         self.twice: Optional[Failure] = None
-        """A failure that has come twice, in this attempt or in an earlier one."""
+        """A failure that occurred twice, in this attempt or in an earlier one."""
         self.earlier = ""
-        """The folder of the earlier attempt that has failed alike, if one has."""
+        """The folder of the earlier attempt that failed alike, if any."""
         self._stalls_told = 0
         self._cause: Optional[List[Optional[Cause]]] = None
 
-    # ---- What people are told
+    # ---- Messages to users
 
     def write_reason(self, verdict: Verdict, decision: str) -> str:
-        """Write why the attempt ends, and what follows; return the sentence for people."""
+        """Write why the attempt ends, and what follows; return the sentence for users."""
         self.attempt.note("reason", reason_line(verdict, decision))
         return sentence(reason_line(verdict, decision))
 
@@ -74,7 +74,7 @@ class Supervised(Evidence):
         self.notifier.tell(claim, Event(event, word, text, self.attempt.number, tries))
 
     def tell_stalls(self) -> None:
-        """Send what the watchdog has named: a file with one sentence for each stall."""
+        """Send a notification for each stall file of the watchdog."""
         if "stall" not in self.policy.receivers.events:
             return
         path = self.attempt.path("watchdog/stall-")
@@ -87,48 +87,48 @@ class Supervised(Evidence):
     # ---- Failures
 
     def reports(self) -> Sequence[str]:
-        """Return the lines of torchrun's reports."""
+        """Return the lines of the torchrun reports."""
         raise NotImplementedError
 
     def hosts(self) -> List[str]:
-        """Return the names of the nodes, which are no part of a failure."""
+        """Return the names of the nodes, to mask in failures."""
         raise NotImplementedError
 
     def starts(self) -> Starts:
-        """Return where the ranks have left what they know."""
+        """Return the locations of the ranks' evidence."""
         reported = read_reports(self.reports())
         return Starts(self.attempt.run_dir, self.attempt.number, self.hosts(), reported)
 
     def torchruns(self) -> List[str]:
-        """Return the folders in which torchruns have the files of their ranks."""
+        """Return the folders of torchruns with the files of their ranks."""
         return glob.glob(glob.escape(self.attempt.logs) + "/node-*/*/")
 
     def repeated(self) -> Optional[Failure]:
-        """How two starts by one torchrun failed alike, if it was stopped for that."""
+        """Return the repeated failure for which torchrun was stopped, if any."""
         self.twice = from_line(read(self.attempt.path("repeated"), 4096))
         return self.twice
 
     def raised(self) -> Optional[Failure]:
-        """The first error of the last start."""
+        """Return the first error of the last start."""
         self.error = last_failure(self.starts(), self.attempt.logs) if self.compares else None
         return self.error
 
     def logs(self) -> Logs:
-        """Return what the attempt has left beside the folders of its ranks."""
+        """Return the attempt's evidence outside the rank folders."""
         raise NotImplementedError
 
     def cause(self) -> Optional[Cause]:
-        """What has failed first, by the best evidence beside outcome.json."""
+        """Return the first failure, by the best evidence other than outcome.json."""
         if self._cause is None:
             self._cause = [cause_of(self.starts(), self.attempt.logs, self.logs())]
         return self._cause[0]
 
     def cost(self) -> str:
-        """How many steps after the newest checkpoint it has ended; empty if not known."""
+        """Return the number of steps since the newest checkpoint; empty if unknown."""
         return lost_since(self.outcome, self.attempt.run_dir)
 
     def failed_before(self) -> Optional[Failure]:
-        """The failure of this start, if an earlier start, of any attempt, failed alike."""
+        """Return the failure of this start if an earlier start, of any attempt, failed alike."""
         now = self.raised()
         if now is not None:
             self.attempt.note("first_error", now.line())
@@ -145,7 +145,7 @@ class Supervised(Evidence):
 
 
 def lost_since(outcome: Optional[Outcome], run_dir: str) -> str:
-    """Return how many steps after the newest checkpoint an attempt has ended, if that is known."""
+    """Return the number of steps since the newest checkpoint, in words; empty if unknown."""
     step = outcome.step if outcome else ""
     if not step.isdigit():
         return ""
@@ -159,7 +159,7 @@ def lost_since(outcome: Optional[Outcome], run_dir: str) -> str:
 
 
 def lacks(policy: Policy) -> str:
-    """Return what a job lacks here; set the variables whose values are in files."""
+    """Return the job's missing requirements; set the variables with values in files."""
     for name in policy.needs:
         if not os.path.exists(name):
             return f"the folder of a mount is missing: {name}"
@@ -175,9 +175,9 @@ def lacks(policy: Policy) -> str:
 
 
 def preload_secrets(policy: Policy) -> None:
-    """Set the variables whose values are in files, as far as that is possible.
+    """Set the variables with values in files, as far as possible.
 
-    A notification may need one before `lacks` has told what is missing.
+    A notification may need a variable before `lacks` reports missing ones.
     """
     for name, path in policy.secret_files.items():
         with contextlib.suppress(ValueError):
@@ -185,7 +185,7 @@ def preload_secrets(policy: Policy) -> None:
 
 
 def secret_in(path: str) -> str:
-    """Return the value in a file, without line breaks at its end.
+    """Return the value in a file, without trailing line breaks.
 
     Raises:
         ValueError: it cannot be read, others may read it, or it is empty.

@@ -1,6 +1,6 @@
-"""The programs of the watchdog, written where an attempt's ranks find them.
+"""The watchdog's programs, written to a folder of the attempt's ranks.
 
-They are programs of their own: the ranks' Python loads `site/sitecustomize.py`, and `start.sh`
+These are separate programs: the ranks' Python loads `site/sitecustomize.py`, and `start.sh`
 starts the watchdog before it becomes torchrun.
 """
 
@@ -23,12 +23,12 @@ def write_watchdog(
     """Write the programs into a folder; return the path of `start.sh`.
 
     Args:
-        folder: Where to, the attempt's folder `watchdog`.
+        folder: The target, a folder named `watchdog`.
         watches: Whether the watchdog runs, not only what prepares the ranks.
         reads_steps: Whether steps are read from the ranks' output (`log_pattern`).
         children: Whether child processes of a rank outlive a stop.
         warm: Whether ranks are forked from a process that has imported torch.
-        tells_trainer: Whether the watchdog tells Kubeflow Trainer how far the run is.
+        tells_trainer: Whether the watchdog reports progress to Kubeflow Trainer.
     """
     os.makedirs(os.path.join(folder, "site"), exist_ok=True)
     names = ["start.sh", f"site/{_SITE}"]

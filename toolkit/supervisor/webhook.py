@@ -11,7 +11,7 @@ TIMEOUT_S = 5.0
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows none: it would pass the request, without its body, to any other address."""
+    """Follows no redirects: urllib would send the request, without its body, to any address."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -47,7 +47,7 @@ def post(url: str, body: bytes, tries: int) -> str:
 
 
 def host_of(url: str) -> str:
-    """Return the host of an address, which may be shown: the path is often a secret.
+    """Return the host of an address, safe to print: the path is often a secret.
 
     >>> host_of("https://user:word@hooks.example.org/s3cret"), host_of("s3cret")
     ('hooks.example.org', '')

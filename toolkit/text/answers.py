@@ -1,8 +1,9 @@
-r"""What another program has answered, among what else is printed.
+r"""Extracts the answer of another program from its output.
 
-Prologs, login shells, modules and a site's own wrappers print banners, warnings and colours around
-an answer. So an answer is recognised by what nothing else prints: columns between separators of
-ours, marked values, a known heading. Without that, there is no answer, and never an empty one.
+Prologs, login shells, modules and site-specific wrappers print banners, warnings and colours around
+an answer. So an answer is recognised by unique text: columns between the toolkit's separators,
+marked values, a known heading. Without such text, the answer is missing, which is not the same as
+an empty answer.
 """
 
 import json
@@ -12,26 +13,26 @@ from itertools import islice
 from typing import Any
 
 SEPARATOR = "|==|"
-"""Stands between the columns of a table, where a program lets us choose it."""
+"""The column separator of a table, for programs that let the caller choose it."""
 
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]+[0-~]|[0-Z^-~])|\x0f"
 )
-"""Colours, titles and other sequences of terminals (ECMA-48)."""
+"""Colours, titles and other terminal sequences (ECMA-48)."""
 
 _OF_A_PROGRAM = re.compile(
     r"(?:\S*/)?(?:slurm\w*|s(?:batch|queue|acct|acctmgr|control\w*|cancel|info|run)|rsync)"
     r"(?::| error:)"
 )
-"""How messages of Slurm's commands and of rsync begin."""
+"""The beginning of messages from Slurm's commands and rsync."""
 
 
 _MOST_BEGINNINGS = 1000
-"""In how many lines a JSON object may begin; each failure takes time in proportion to the text."""
+"""Limit of lines tried as the start of a JSON object; each try takes time linear in the text."""
 
 
 def plain(printed: str) -> str:
-    r"""Return text without sequences of terminals, and with plain ends of lines.
+    r"""Return text without terminal sequences, and with `\n` line ends.
 
     >>> plain("\x1b[1;32mok\x1b[0m\r\n7\r\n")
     'ok\n7\n'
@@ -51,16 +52,16 @@ def row_format(*fields: str) -> str:
 def table(
     printed: str, header: Sequence[str], *, separator: str = SEPARATOR, folds: bool = False
 ) -> list[list[str]] | None:
-    r"""Return the rows of a table below its header; None where no whole table is printed.
+    r"""Return the rows of a table below its header; None without a complete table.
 
-    A row is a first column, which nobody reads (a banner without a newline ends there), and then
-    those of the header, each followed by the separator.
+    A row has an ignored first column (a banner without a newline ends there), then the columns of
+    the header, each followed by the separator.
 
     Args:
         printed: The output of a program.
         header: The names of the columns.
-        separator: What stands between columns.
-        folds: Whether the last column may hold newlines.
+        separator: The text between columns.
+        folds: Whether the last column may contain newlines.
 
     >>> table("Hi! row|==|ID|==|\nbye\nrow|==|7|==|\n", ["ID"])
     [['7']]
@@ -87,7 +88,7 @@ def table(
 
 
 def values(printed: str, name: str) -> list[str]:
-    r"""Return what `echo "==NAME|VALUE|=="` has printed, each time.
+    r"""Return each VALUE that `echo "==NAME|VALUE|=="` has printed.
 
     >>> values("Hi==home|/home/me|==\r\n", "home")
     ['/home/me']
@@ -98,7 +99,7 @@ def values(printed: str, name: str) -> list[str]:
 
 
 def settings(printed: str, heading: str) -> dict[str, str]:
-    r"""Return the `key = value` lines below a heading, the first one of each key.
+    r"""Return the `key = value` lines below a heading; the first line of each key counts.
 
     >>> settings("a = 1\nConfiguration data as of now\nb   = x y\nb = 2\n", "Configuration data")
     {'b': 'x y'}
@@ -130,7 +131,7 @@ def json_object(printed: str, key: str) -> dict[str, Any]:
 
 
 def user_of(printed: str) -> str:
-    r"""Return the name of the user from what `id` has printed; "" if it has no name.
+    r"""Return the user name from the output of `id`; "" if it has no name.
 
     >>> user_of("Hi, 7!\nuid=1000(ada) gid=100(users)\n")
     'ada'
@@ -145,7 +146,7 @@ def first_line(text: str) -> str:
 
 
 def error_line(text: str) -> str:
-    r"""Return the line of an error message: the first of Slurm or rsync, else the first of all.
+    r"""Return the line with the error message: the first from Slurm or rsync, else the first line.
 
     >>> error_line("Lmod: cuda is loaded\nsqueue: error: Invalid user: x\n")
     'squeue: error: Invalid user: x'

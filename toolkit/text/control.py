@@ -1,4 +1,4 @@
-"""Characters that a terminal obeys or hides, and how text is shown without them."""
+"""Escapes characters that a terminal interprets or hides."""
 
 import re
 from collections.abc import Callable
@@ -8,18 +8,18 @@ CONTROL = re.compile(
     "\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff"
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""Control characters of terminals, characters that reverse text, break lines or are not seen
-(Unicode's categories Cc, Cf, Zl, Zp), and halves of surrogate pairs. The joiners U+200C and U+200D
-stay: scripts and emoji need them."""
+"""Terminal control characters, characters that reverse text, break lines or are invisible
+(Unicode's categories Cc, Cf, Zl, Zp), and unpaired surrogates. The joiners U+200C and U+200D are
+kept: scripts and emoji need them."""
 
 _HARMLESS = re.compile(r"(\x1b\[[0-9;:]{0,32}m|\r)", re.ASCII)
-"""Colours, and the return to the beginning of the line."""
+"""Colours, and carriage return."""
 
 
 def printable(text: str) -> str:
-    r"""Return text with control characters as `\xNN`, so that a terminal does not obey them.
+    r"""Return text with control characters as `\xNN`, so that a terminal does not interpret them.
 
-    Line breaks and tabs stay.
+    Line breaks and tabs are kept.
 
     >>> print(printable("\x1b]0;title\x07 ok"))
     \x1b]0;title\x07 ok
@@ -28,12 +28,12 @@ def printable(text: str) -> str:
 
 
 def without_control(text: str, escaped: Callable[[str], str]) -> str:
-    """Return text with what a terminal would obey or hide replaced by what `escaped` returns."""
+    """Return text; `escaped` replaces each character that a terminal would interpret or hide."""
     return CONTROL.sub(lambda found: escaped(found[0]), text)
 
 
 def for_terminal(line: str) -> str:
-    """Return a line of a log for a terminal: colours and progress bars stay.
+    """Return a log line for a terminal, with its colours and progress bars.
 
     Other control characters are escaped as by `printable()`.
     """

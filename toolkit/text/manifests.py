@@ -22,7 +22,7 @@ class Manifest:
     """One object of a stream."""
 
     data: Mapping[str, Any]
-    """Its content, as Kubernetes reads it."""
+    """The content, as Kubernetes reads it."""
 
     document: Document
     """The YAML document that holds it, with the lines."""
@@ -34,7 +34,7 @@ class Manifest:
     """Its position among all objects of the stream, counted from 0."""
 
     inside: bool = False
-    """Whether it stands in another object, whose operator makes it."""
+    """Whether it is part of another object, from which an operator creates it."""
 
     @cached_property
     def kind(self) -> str:
@@ -179,7 +179,7 @@ def is_manifest(text: str) -> bool:
 
 
 _MOST_PROBLEMS = 1000
-"""How many problems of a file are looked for."""
+"""Limit of problems per file."""
 
 
 def read_manifests(text: str, source: str, *, pod_security: str | None = None) -> Stream:

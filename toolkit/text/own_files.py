@@ -1,4 +1,4 @@
-"""The user's own files: where they are kept, and whether others could have written a file."""
+"""The user's own files: their location, and whether other users could have written them."""
 
 import grp
 import os
@@ -15,7 +15,7 @@ def user_folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the toolkit's folder of a kind: CONFIG, CACHE or STATE.
 
     Relative paths in `XDG_…_HOME` and `HOME` are ignored (XDG Base Directory Specification): they
-    would lead below whatever folder a command is called in.
+    would depend on the current folder.
     """
     named, home = environ.get(f"XDG_{kind}_HOME", ""), environ.get("HOME", "")
     if not named.startswith("/"):
@@ -31,12 +31,12 @@ def _registered_home() -> str:
 
 
 def why_not_own(*paths: Path, by_owner_alone: bool = False) -> str:
-    """Return why others could have written one of these files or folders; "" if nobody could.
+    """Return why other users could have written one of these files or folders; else "".
 
-    They must belong to this user or to root, as git demands of a repository, and, unless
-    `by_owner_alone`, their mode must keep others from writing. A group may write if nobody else is
-    in it: many systems give each user one (umask 002). Of a link, its owner counts, who has chosen
-    where it leads.
+    They must belong to this user or to root, as git requires for a repository. Unless
+    `by_owner_alone`, their mode must deny writing to others. A group may write if the user is its
+    only member: many systems have one group per user (umask 002). For a link, its owner counts,
+    because the owner has chosen the target.
     """
     trusted = {os.geteuid(), 0}
     if os.geteuid() == 0 and os.environ.get("SUDO_UID", "").isdecimal():
@@ -45,7 +45,7 @@ def why_not_own(*paths: Path, by_owner_alone: bool = False) -> str:
         try:
             info = path.lstat()
         except FileNotFoundError:
-            continue  # whoever reads it says so
+            continue  # the reader of the file reports it
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
         if info.st_uid not in trusted:
@@ -68,7 +68,7 @@ def _user(uid: int) -> str:
 
 
 def _has_acl(path: Path) -> bool:
-    """Whether a list names further users or groups; the mode shows most of what they may do."""
+    """Whether an ACL names other users or groups; the mode then shows their maximum access."""
     try:
         return bool(os.getxattr(path, "system.posix_acl_access", follow_symlinks=False))
     except (AttributeError, OSError):  # not Linux; without lists
@@ -76,7 +76,7 @@ def _has_acl(path: Path) -> bool:
 
 
 def _is_private(gid: int, uid: int) -> bool:
-    """Whether a group is that of a single user: named after the user, and without members."""
+    """Whether a group is a user's private group: named after the user, and without members."""
     if gid == uid == 0:
         return True
     try:
@@ -89,20 +89,20 @@ def _is_private(gid: int, uid: int) -> bool:
 
 
 def create(path: Path) -> IO[bytes]:
-    """Make a file that only its owner may write, whatever the umask, and open it for both.
+    """Create a file that only its owner can write, whatever the umask; open it to read and write.
 
     Raises:
-        OSError: it exists already, also as a link, or cannot be made.
+        OSError: it exists, even as a link, or cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o644), "wb+", buffering=0)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it that only their owner may write, whatever the umask.
+    """Create a folder and its parents, writable only by their owner, whatever the umask.
 
     Raises:
-        OSError: one of them cannot be made.
+        OSError: one of them cannot be created.
     """
     for folder in (*reversed(path.absolute().parents), path):
         folder.mkdir(0o755, exist_ok=True)

@@ -1,7 +1,7 @@
 """Sizes and times as people, Slurm and Kubernetes write them.
 
-Code holds bytes and whole seconds; everything is rounded up, because a job that asked for 1.5 s
-must not get 1.
+Values in code are bytes and whole seconds; they are rounded up, because a job that requested 1.5 s
+must not get 1 s.
 """
 
 import math
@@ -23,15 +23,15 @@ _KUBERNETES_FACTORS: dict[str, int | Fraction] = {
 }
 
 _NUMBER = r"[0-9]{1,19}(?:\.[0-9]{1,19})?"
-_MAX_BYTES, _MAX_SECONDS = 2**63 - 1, 2**31 - 1  # what Kubernetes and Slurm count to
+_MAX_BYTES, _MAX_SECONDS = 2**63 - 1, 2**31 - 1  # the maxima of Kubernetes and Slurm
 _UNITS = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?"
 _CLOCK = r"(?:[0-9]{1,6}-)?[0-9]{1,3}:[0-5][0-9]:[0-5][0-9]"
 
 DURATION_PATTERN = rf"^(?=.)(?:{_UNITS}|{_CLOCK})$"
-"""What a duration looks like, for the JSON Schema: `90s`, `1h30m`, `01:30:00`, `2-00:00:00`."""
+"""The pattern of a duration in the JSON Schema: `90s`, `1h30m`, `01:30:00`, `2-00:00:00`."""
 
 SIZE_PATTERN = rf"^{_NUMBER} ?(?:{'|'.join(sorted(_BYTES, key=len, reverse=True))})$"
-"""What a size looks like, for the JSON Schema: `64GiB`, `500MB`, `2Gi`."""
+"""The pattern of a size in the JSON Schema: `64GiB`, `500MB`, `2Gi`."""
 
 _KUBERNETES_QUANTITY = (
     r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40}))"
@@ -102,7 +102,7 @@ def rounded_duration(seconds: float) -> str:
 
 
 def rounded_size(size_bytes: int) -> str:
-    """Return a size for people.
+    """Return a size for display.
 
     >>> rounded_size(1_300_000_000), rounded_size(2048)
     ('1.2 GiB', '2 KiB')

@@ -1,9 +1,9 @@
 """Recognises secrets in files, arguments and variables, and masks them in shown text. Pure.
 
-A message never holds more than the first three characters of a secret.
+A message never contains more than the first three characters of a secret.
 
-A mask replaces values in the forms in which programs print them. A value that is no longer known,
-like a variable of yesterday's terminal, is recognised by a mark: its length and two salted hashes.
+A mask replaces values in every form that programs print. A value that is no longer known, like a
+variable of yesterday's terminal, is recognised by a mark: its length and two salted hashes.
 The marks alone do not reveal the value; it can only be guessed.
 """
 
@@ -73,14 +73,14 @@ _HOLDS = re.compile(
     r"|^(?!(BY|FORWARD|BACKWARD|FIRST|SECOND|LAST|SINGLE|MULTI|ONE|TWO|EACH|FULL|LOW|HIGH|BAND)_)"
     r"[A-Z0-9]+_(PASS|PWD)$"
 )
-"""Words of a name whose value is a secret."""
+"""Words in the name of a secret."""
 
 _DESCRIBES = re.compile(
     "FILE|PATH|DIR|FOLDER|NAME|IDS?|IDX|INDEX|URL|URI|TYPE|LEN|LENGTH|COUNT|LIMIT|SIZE|DIM|RATE|TTL"
     "|WEIGHT|LOSS|MODE|PER|NUM|MAX|MIN|DROPOUT|PARALLELISM|ENABLED|DISABLE|REQUIRED|EXPIRY|TIMEOUT"
     "|PAD|BOS|EOS|UNK|MASK|CLS|SEP|STOP|START|END|SPECIAL|IMAGE|NEXT|FIRST|LAST|PROVIDER|CLASS"
 )
-"""Words of a name that only describes a secret, or a token of a language model."""
+"""Words in a name that only describes a secret, or a token of a language model."""
 
 _NAMES_OF_SECRETS = frozenset(
     {
@@ -88,9 +88,9 @@ _NAMES_OF_SECRETS = frozenset(
         *("secretName", "secretKeyRef", "secretRef", "imagePullSecrets"),
     }
 )
-"""Keys of job files, profiles and pods whose values are names of secrets."""
+"""Keys of job files, profiles and pods that contain names of secrets."""
 
-# Few values come as far as these: they are compiled when one does.
+# Few values are compared with these patterns, so they are compiled on first use.
 _SWITCH = r"(?i:true|false|yes|no|on|off|none|null|auto|default|[01])"
 _NUMBER = r"[0-9]{1,7}(\.[0-9]+)?"
 _REFERENCE = r"[~/$<\[{%]|\.{1,2}/|[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)|(file|vault|env):"
@@ -149,15 +149,15 @@ _PLACEHOLDER = re.compile(
     r"|empty|dummy|fake|test|foo|bar|secret|token|token-abc123|api[-_]?key|key|passw(or)?d"
     r"|(minio|rabbit|super)?admin|minio(123)?|postgres(ql)?|root|guest|mysql|redis|user|x+|0+)"
 )
-"""Values that stand for one, and the defaults that programs bring and everybody knows."""
+"""Placeholders, and well-known default passwords of programs."""
 
 _LONGEST_PLACEHOLDER = 100
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a value in a file stands for a secret without being one.
+    """Whether a value in a file is a placeholder for a secret.
 
-    It is for files that somebody reads: in a log even such a value is masked.
+    It is for files written by people: in a log even a placeholder is masked.
 
     >>> [is_placeholder(v) for v in ("your_token_here", "hf_xxxxxxxxxxxxxxxxxxxx", "minioadmin")]
     [True, True, True]
@@ -169,7 +169,7 @@ def is_placeholder(value: str) -> bool:
 
 
 def leak_message(place: str, kind: str) -> str:
-    """Return the problem of a value that is a secret, without the value."""
+    """Return the message about a value that is a secret, without the value."""
     return f"{place} holds what looks like {kind}; {WAY_OUT}"
 
 
@@ -265,10 +265,10 @@ _ROUNDS = 10_000
 """Rounds of PBKDF2-HMAC-SHA-256: some milliseconds for each guess and for each word compared."""
 
 _MOST_GUESSES = 500
-"""How many words are compared; later ones that begin like a secret are masked unseen."""
+"""Limit of compared words; later words that begin like a secret are masked without comparison."""
 
 _WORD = re.compile(r"(?<![A-Za-z0-9])\S")
-"""Where a value may begin: not inside a word."""
+"""The possible beginning of a value: not inside a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +353,7 @@ class Mask:
         self._seen: dict[tuple[bytes, str], bytes] = {}
 
     def hide(self, text: str) -> str:
-        """Return a text with `***NAME***` in place of every value.
+        """Return a text with `***NAME***` instead of every value.
 
         >>> Mask([("HF_TOKEN", "s3cr3t-x")]).hide("login with s3cr3t-x")
         'login with ***HF_TOKEN***'

@@ -31,13 +31,13 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
-# Non-blocking: opening a pipe without a writer would wait for ever.
+# Non-blocking: opening a pipe without a writer would hang.
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 
 
 class RefusedFile(OSError):
-    """A file that exists but must not be read: a link, a device, too large."""
+    """A file that exists but must not be read: a link, a device, or a file that is too large."""
 
     def __init__(self, path: Path | str, why: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -46,8 +46,8 @@ class RefusedFile(OSError):
 def open_untrusted(path: Path | str, *, below: Path | None = None) -> BinaryIO:
     """Open a regular file for reading, without following links.
 
-    With a folder `below`, no part of the path below this folder may be a link; without one, only
-    the file itself may not be one.
+    With a folder `below`, no part of the path below this folder may be a link; without it, only the
+    file itself must not be a link.
 
     Raises:
         RefusedFile: the file is a link, not a regular file, or not below that folder.
@@ -80,7 +80,7 @@ def _opened(path: Path | str, below: Path | None, flags: int) -> int:
 
 
 def _walked(path: str, below: Path, flags: int) -> int:
-    """Open one part of the path after the other, each relative to its folder, none a link."""
+    """Open each part of the path in turn, relative to its folder; none may be a link."""
     start = os.fspath(below)
     if path != start and not path.startswith(f"{start.rstrip('/')}/"):
         raise RefusedFile(path, f"is not below {below}")
@@ -129,13 +129,13 @@ def read_json(path: Path | str, *, limit: int = JSON_BYTES, below: Path | None =
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, without halves of surrogate pairs, which no file can hold.
+    """Return the value of a JSON text, without unpaired surrogates, which UTF-8 cannot encode.
 
     Raises:
         ValueError: the text is not JSON, or nested too deeply.
     """
     try:
-        # json itself would decode bytes to halves of surrogate pairs, too.
+        # json itself would also decode bytes to unpaired surrogates.
         decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         value = json.loads(decoded)
         return _whole_characters(value) if "\\u" in decoded or not decoded.isascii() else value
@@ -169,7 +169,7 @@ def lines_of_json(path: Path | str, *, limit: int = JSON_BYTES) -> Iterator[Any]
 
 
 def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[Any]:
-    """Yield the JSON object of each line, one by one, from a file that memory need not hold.
+    """Yield the JSON object of each line, without loading the whole file into memory.
 
     At most `limit` bytes are read. Lines that are not an object, that are incomplete or that have
     more than `line_limit` bytes are skipped. A file that cannot be read has no lines.
@@ -183,7 +183,7 @@ def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[An
         while limit > 0 and (line := file.readline(min(line_limit, limit))):
             limit -= len(line)
             begins, whole_line = whole_line, line.endswith(b"\n")
-            # An error of json costs ten times as much as this look at the line's end.
+            # An error of json costs ten times as much as this check of the line's end.
             if begins and whole_line and line.rstrip().endswith(b"}"):
                 with contextlib.suppress(ValueError):
                     yield parse_json(line)
@@ -192,19 +192,19 @@ def stream_json(path: Path | str, *, limit: int, line_limit: int) -> Iterator[An
 def write_bytes(
     path: Path | str, content: bytes, *, append: bool = False, anew: bool = False
 ) -> None:
-    """Write a file that only its owner may write, whatever the umask; a link is not followed.
+    """Write a file that only its owner can write, whatever the umask; a link is not followed.
 
     Args:
         path: The file.
-        content: What is written.
-        append: Whether what is in the file stays.
+        content: The bytes to write.
+        append: Whether to append to the existing content.
         anew: Whether the file must not exist yet.
 
     Raises:
         OSError: the file cannot be written, is a link, or exists and should not.
     """
     how = os.O_EXCL if anew else os.O_APPEND if append else os.O_TRUNC
-    # Non-blocking: opening a pipe without a reader would wait for ever.
+    # Non-blocking: opening a pipe without a reader would hang.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | _NO_LINK | how
     with os.fdopen(os.open(path, flags, 0o644), "wb", buffering=0) as file:
         left = memoryview(content)

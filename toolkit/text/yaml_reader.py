@@ -4,7 +4,7 @@ YAML 1.1 (PyYAML, many editors) and YAML 1.2 (Go, so Kubernetes) read some plain
 `no`, `012`, `1e-3`, `4:00:00`. The reader keeps such a word as written and marks it `Ambiguous`:
 fields for strings and numbers refuse it with the reason; a field with its own syntax, like a time,
 may accept it. No YAML library reads both ways at once: ruamel.yaml keeps lines, but takes one
-version per document. PyYAML's parser does the parsing here; only the resolving of words is ours.
+version per document. PyYAML's parser does the parsing here; only words are resolved here.
 """
 
 import os
@@ -55,7 +55,7 @@ _CORE = {
 
 
 _FASTEST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""PyYAML's loader, ten times faster where PyYAML was built with libyaml."""
+"""PyYAML's loader, ten times faster if PyYAML was built with libyaml."""
 
 
 class _Loader(_FASTEST):  # type: ignore[misc]  # chosen late
@@ -81,7 +81,7 @@ class Ambiguous(str):
 
     @property
     def reason(self) -> str:
-        """Why a field refuses the word as a string, and the way out."""
+        """Why a field refuses the word as a string, and the fix."""
         return f'{self.reading}; write "{self}" if you mean the text'
 
 
@@ -242,7 +242,7 @@ def _core_tag(written: str) -> str:
 
 
 _streams: dict[Path, bytes] = {}
-"""Content of pipes: it can be read only once, but is needed more than once."""
+"""The content of pipes, which can be read only once but is needed more often."""
 
 
 def _at_once(name: str, flags: int) -> int:
@@ -265,7 +265,7 @@ def read_text(path: Path) -> str:
             with open(file, "rb", opener=_at_once) as opened:
                 info = os.fstat(opened.fileno())
                 if not stat.S_ISREG(info.st_mode):
-                    # What a person names, such as `<(command)`; any other pipe may have no end.
+                    # A pipe from the user, such as `<(command)`; any other pipe may have no end.
                     if not str(file.absolute()).startswith(("/dev/", "/proc/")):
                         raise InputError("is not a regular file", place=f"{path}")
                     os.set_blocking(opened.fileno(), True)
@@ -368,7 +368,7 @@ def _refuse_excess(text: str, source: str, above: int) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         values += isinstance(event, yaml.NodeEvent)
-        if depth > _MAX_DEPTH or values > 2 * _MAX_NODES:  # keys count as nodes, too
+        if depth > _MAX_DEPTH or values > 2 * _MAX_NODES:  # keys also count as nodes
             line = None if event.start_mark is None else above + event.start_mark.line
             what = f"{_MAX_DEPTH} levels" if depth > _MAX_DEPTH else f"{_MAX_NODES} values"
             raise InputError(f"more than {what}", place=place_of(source, line))

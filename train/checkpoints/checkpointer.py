@@ -21,12 +21,12 @@ from .store import Position, Proof, State
 
 BESIDE_BYTES = 1 << 16
 PAGE_BYTES = 4096
-"""What a checkpoint takes beside its tensors: state, manifest, and room for the run's outcome; and
-for each rank's file a page, as files fill whole pages."""
+"""Disk space for everything except tensors: state, manifest, and room for the run's outcome. Each
+rank's file takes one more page, as files fill whole pages."""
 
 
 class _DiskFullError(CheckpointError):
-    """A checkpoint could not be written for want of room."""
+    """A checkpoint could not be written because the disk is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,18 @@ class SaveTiming:
     """How long a checkpoint took."""
 
     stall_s: float
-    """Seconds for which training stood still since the one before: all of the call that began it,
-    and waits for it up to now."""
+    """Seconds for which training has been stalled since the previous checkpoint: the whole `save()`
+    call, and waits for the checkpoint up to now."""
     total_s: float
     """Seconds until it was committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteFailure:
-    """Why something could not be written, for other ranks to know."""
+    """Why a write failed, as reported to other ranks."""
 
     text: str
-    """In words."""
+    """The error message."""
     full: bool = False
     """Whether the disk is full."""
 
@@ -64,13 +64,13 @@ class PendingCheckpoint:
     position: Position
     state: State
     parts: Sequence[TensorPart]
-    """What this rank writes."""
+    """Tensor parts that this rank writes."""
     tensors: Sequence[Tensor]
-    """The same, copied at the moment of the save."""
+    """Copies of these parts, taken at the time of the save."""
     problem: WriteFailure | None
-    """Why they could not be copied."""
+    """Why the parts could not be copied."""
     needed_bytes: int
-    """On rank 0: how much room all ranks' files take on the disk."""
+    """On rank 0: disk space for the files of all ranks."""
     started: float
     """When the save began, by the monotonic clock."""
     stall_s: float
@@ -82,10 +82,10 @@ class PendingCheckpoint:
 
 
 class Checkpointer:
-    """Copies what a checkpoint holds at once, and writes it in a thread; one at a time.
+    """Copies the contents of a checkpoint at once, and writes them in a thread; one at a time.
 
-    All ranks call `save()` and `wait()` at the same steps. They agree whether a checkpoint was
-    committed before the thread ends, so the next call raises the same on all of them or on none.
+    All ranks call `save()` and `wait()` at the same steps. Before the thread ends, they agree
+    whether the checkpoint was committed, so the next call raises on all ranks or on none.
     """
 
     def __init__(self, run_dir: Path, group: RankGroup, *, timeout_s: int = 600) -> None:
@@ -95,8 +95,8 @@ class Checkpointer:
         self._planner, self._staging = Planner(self._channel), Staging()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Since when training waits outside of a save; up to when a commit has reported that wait;
-        # and the seconds that no commit has reported yet.
+        # Start of a wait outside of a save; end of the part of it that a commit has reported; and
+        # the seconds that no commit has reported yet.
         self._waiting_since: float | None = None
         self._reported_until: float | None = None
         self._unreported_s = 0.0
@@ -118,27 +118,28 @@ class Checkpointer:
         may_commit: Callable[[], None] = lambda: None,
         committed: Callable[[SaveTiming], None] = lambda timing: None,
     ) -> None:
-        """Begin a checkpoint of this moment; tensors may change as soon as this returns.
+        """Start a checkpoint of the current state; tensors may change as soon as this returns.
 
         Args:
-            position: where it will lie.
-            state: its content besides tensors.
+            position: attempt and step of the checkpoint.
+            state: everything in the checkpoint except tensors.
             tensors: this rank's; other ranks may have others, and other parts of the same DTensors.
-            since: from when on training stands still for it (default: now), monotonic clock.
+            since: start of the stall (default: now), monotonic clock.
             make_room: called on rank 0, in the thread, when the disk is full: removes checkpoints
                 that this one replaces, and returns their names.
             may_go: called on rank 0, in the thread, when that was not enough: names further
                 checkpoints that a user could remove.
-            may_commit: called on rank 0, in the thread, when all is written; raises to prevent it.
-            committed: called on rank 0, in the thread, when it is a checkpoint.
+            may_commit: called on rank 0, in the thread, when all files are written; raises to
+                prevent the commit.
+            committed: called on rank 0, in the thread, after the commit.
 
         Raises:
-            CheckpointError: on all ranks; the one before could not be written.
-            TrainError: on all ranks; what its `may_commit` raised.
+            CheckpointError: on all ranks; the previous checkpoint could not be written.
+            TrainError: on all ranks; raised by `may_commit` of the previous checkpoint.
         """
         started = time.monotonic() if since is None else since
         self._join()
-        # Where rank 0 must write for all, it need not be sent the parts that it has itself.
+        # If rank 0 must write for all ranks, no other rank need send it the parts it already has.
         shared = self.shared
         parts = self._planner.parts(tensors, evenly=shared)
         copies: Sequence[Tensor] = ()
@@ -146,7 +147,7 @@ class Checkpointer:
         try:
             copies = self._staging.copy(parts, tensors)
         except (MemoryError, RuntimeError) as error:
-            # The other ranks learn of it in the thread: they would wait for a rank that left now.
+            # The thread reports this to the other ranks: they would wait for a rank that left now.
             problem, parts = WriteFailure(text=f"cannot copy the tensors: {error}"), ()
         unreported_s, self._unreported_s = self._unreported_s, 0.0
         pending = PendingCheckpoint(
@@ -165,7 +166,7 @@ class Checkpointer:
             may_commit=may_commit,
             committed=committed,
         )
-        # A daemon: if another rank never answers, this process must end all the same.
+        # A daemon thread: this process must be able to end even if another rank never answers.
         self._thread = threading.Thread(
             target=self._work, args=(pending, shared), name="checkpoint", daemon=True
         )
@@ -175,8 +176,9 @@ class Checkpointer:
         """Wait until nothing is being written; `for_next`: the next save reports the time.
 
         Raises:
-            CheckpointError: on all ranks; it could not be written, earlier ones are untouched.
-            TrainError: on all ranks; what its `may_commit` raised.
+            CheckpointError: on all ranks; the checkpoint could not be written, earlier ones are
+                untouched.
+            TrainError: on all ranks; raised by `may_commit`.
         """
         if for_next:
             self._join()
@@ -208,7 +210,7 @@ class Checkpointer:
             if isinstance(self._error, _DiskFullError):
                 removed = ""
                 if self._channel.rank == 0:
-                    # The others wait for an answer, also if it fails.
+                    # The other ranks wait for an answer even if this fails.
                     with suppress(OSError):
                         removed = pending.make_room()
                 if removed := self._channel.broadcast(removed):
@@ -219,7 +221,7 @@ class Checkpointer:
     def _try(
         self, pending: PendingCheckpoint, shared: bool, removed: str = ""
     ) -> TrainError | None:
-        """Write and commit; return on all ranks what prevented it, if anything did."""
+        """Write and commit; return the error, if any, on all ranks."""
         draft = pending.position.draft(self.run_dir)
         problem: WriteFailure | None = None
         error: TrainError | None = None
@@ -269,7 +271,7 @@ class Checkpointer:
                     files[name] = safetensors_file.write(draft / name, parts, arriving)
                 except OSError as error:
                     problem = WriteFailure.of(error)
-            # To the end even so: a sender without a receiver would wait for ever.
+            # Receive the remaining parts even after a failure: their sender would hang otherwise.
             for _ in arriving:
                 pass
         return problem
@@ -281,7 +283,7 @@ class Checkpointer:
         reports: Sequence[tuple[WriteFailure | None, Mapping[str, Proof]]],
         removed: str,
     ) -> TrainError | None:
-        """Make the draft a checkpoint if all has gone well; else remove it and say why."""
+        """Turn the draft into a checkpoint if every rank succeeded; else remove it and say why."""
         problems = [(rank, problem) for rank, (problem, _) in enumerate(reports) if problem]
         files = {name: proof for _, own in reports for name, proof in own.items()}
         try:
@@ -292,8 +294,8 @@ class Checkpointer:
                 now, waiting_since, stall_s = time.monotonic(), self._waiting_since, pending.stall_s
                 if waiting_since is not None:
                     stall_s, self._reported_until = stall_s + now - waiting_since, now
-                # It exists now: an event that finds the disk full, or an old checkpoint that
-                # cannot be removed, does not undo it.
+                # The checkpoint exists now: failing to write the event to a full disk, or to remove
+                # an old checkpoint, does not undo it.
                 with suppress(OSError):
                     pending.committed(SaveTiming(stall_s=stall_s, total_s=now - pending.started))
                 return None
@@ -326,7 +328,7 @@ class Checkpointer:
 
 
 def _attempt(action: Callable[[], None]) -> WriteFailure | None:
-    """Do something; return what went wrong, for other ranks to know."""
+    """Run an action; return its failure, if any, to report to other ranks."""
     try:
         action()
     except Exception as error:

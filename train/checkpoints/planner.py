@@ -1,8 +1,8 @@
-"""The parts of tensors that this rank writes, and copies of them as they are now.
+"""Planning which tensor parts this rank writes, and copying them.
 
-torch's planner for distributed checkpoints (DCP) decides. Of ranks that hold the same part one
-writes it, so that each rank writes about as much. The plan does not depend on the strategy: a
-DTensor knows which part of a tensor a rank has.
+torch's planner for distributed checkpoints (DCP) decides. If several ranks hold the same part, one
+of them writes it, chosen so that each rank writes about as much. The plan does not depend on the
+strategy: a DTensor knows which part of a tensor a rank holds.
 """
 
 import math
@@ -19,19 +19,19 @@ from .safetensors_file import TensorPart, size_of
 
 
 class Planner:
-    """Plans once, and again only when the tensors have changed: the first step adds moments."""
+    """Plans once, and again only when the tensors change: the first step adds optimizer moments."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._planned_for: object = None
         self._parts: tuple[TensorPart, ...] = ()
         self.total_bytes = 0
-        """On rank 0: how long the files of all ranks are together."""
+        """On rank 0: total size of the files of all ranks."""
 
     def parts(self, tensors: Mapping[str, Tensor], *, evenly: bool) -> tuple[TensorPart, ...]:
-        """Return the parts of this rank's tensors that it writes; all ranks call this at once.
+        """Return the tensor parts for this rank to write; all ranks call this at once.
 
-        `evenly`: each rank writes about as much; else the lowest rank that has a part writes it.
+        `evenly`: each rank writes about as much; else the lowest rank that holds a part writes it.
 
         Raises:
             CheckpointError: on all ranks; the parts do not make up whole tensors.
@@ -49,7 +49,7 @@ class Planner:
             dedup_save_to_lowest_rank=not evenly,
         )
         planner.set_up_planner(dict(tensors), is_coordinator=self._channel.rank == 0)
-        # Without the parts of ranks beyond the end of a small tensor; a tensor may itself be empty.
+        # Skip the empty parts of ranks beyond the end of a small tensor, but keep empty tensors.
         items = [
             item
             for item in planner.create_local_plan().items
@@ -91,10 +91,10 @@ def _parts(plan: SavePlan) -> tuple[TensorPart, ...]:
 
 
 class Staging:
-    """Buffers in the host's memory, used again for each checkpoint.
+    """Buffers in host memory, reused for each checkpoint.
 
-    The system provides new memory page by page, which takes longer than the copy. For a GPU the
-    buffers are pinned, so that the copy goes at the speed of the bus.
+    The operating system provides new memory page by page, which takes longer than the copy. For a
+    GPU the buffers are pinned, so that the copy runs at the speed of the bus.
     """
 
     def __init__(self) -> None:

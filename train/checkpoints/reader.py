@@ -1,4 +1,4 @@
-"""Reading a checkpoint: its content, a rank's part of it, a whole tensor, or all weights."""
+"""Reading a checkpoint: its contents, a rank's part, a whole tensor, or all weights."""
 
 import json
 import math
@@ -27,16 +27,16 @@ Listing = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 class Stored:
-    """A checkpoint that `verify()` has found whole; at first only headers are read.
+    """A checkpoint that has passed `verify()`; only headers are read at first.
 
-    torch's own reader for distributed checkpoints (DCP) reads it, and unpickles nothing here.
+    It is read by torch's reader for distributed checkpoints (DCP), which unpickles nothing here.
     """
 
     def __init__(self, path: Path) -> None:
         """Read the headers.
 
         Raises:
-            CheckpointError: they are no headers, or those of parts that make up no tensors.
+            CheckpointError: the headers are invalid, or their parts do not form whole tensors.
         """
         self.path = path
         self._reader = HuggingFaceStorageReader(str(path))
@@ -61,10 +61,10 @@ class Stored:
                 self.listing[name] = (shape, dtype)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place; of a DTensor only this rank's part is read.
+        """Fill tensors in place; for a DTensor, read this rank's part only.
 
         Raises:
-            CheckpointError: a tensor is not there, or of another shape.
+            CheckpointError: a tensor is missing, or has another shape.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _reading(self.path), torch.no_grad():
@@ -86,7 +86,7 @@ class Stored:
 
 
 class _ListedFiles(FileSystem):
-    """Shows a reader these files and no others of the folder."""
+    """Shows a reader only these files of the folder."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
@@ -96,7 +96,7 @@ class _ListedFiles(FileSystem):
 
 
 def _meant(file: Path) -> dict[str, torch.dtype]:
-    """Read which tensors a file stores in another type than their own."""
+    """Return the original types of the tensors that a file stores as another type."""
     with safe_open(file, framework="pt") as opened:
         names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
     meant = {name: getattr(torch, dtype) for name, dtype in names.items()}
@@ -106,7 +106,7 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
 
 
 def _complete(entry: TensorStorageMetadata) -> bool:
-    """Whether the parts of a tensor lie within it, and are as many numbers as it has."""
+    """Whether the parts of a tensor lie within it and have as many elements in total."""
     rank = len(entry.size)
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == rank and min(chunk.offsets, default=0) >= 0
@@ -119,10 +119,10 @@ def _complete(entry: TensorStorageMetadata) -> bool:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any failure to read a checkpoint into a CheckpointError with its path."""
+    """Turn any error in reading a checkpoint into a CheckpointError with its path."""
     try:
         yield
-    # torch raises an AssertionError where shapes differ.
+    # torch raises an AssertionError if shapes differ.
     except (
         OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError, AttributeError,
         AssertionError, ArithmeticError,
@@ -157,7 +157,8 @@ def weights(listing: Listing) -> Listing:
 def export(path: Path, listing: Listing, whole: Callable[[str], Tensor]) -> None:
     """Write the weights of a checkpoint under the plain model's names, tensor by tensor.
 
-    An earlier file stays until all is written. `whole` returns a tensor by its name in `listing`.
+    An earlier file is kept until the new one is complete. `whole` returns a tensor by its name in
+    `listing`.
 
     Raises:
         CheckpointError: the file could not be written.

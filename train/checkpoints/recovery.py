@@ -1,6 +1,6 @@
 """Resuming: finding the newest valid checkpoint that any rank can see, and loading it.
 
-A checkpoint that cannot be read raises a CheckpointError on all ranks, one of another model a
+On all ranks, an unreadable checkpoint raises a CheckpointError, and one of another model a
 UsageError.
 """
 
@@ -33,7 +33,7 @@ class Resumption:
     """The checkpoint from which all ranks resume."""
 
     position: Position
-    """Where it lies."""
+    """Attempt and step of the checkpoint."""
     state: State
     """Its state."""
     listing: Listing
@@ -48,8 +48,8 @@ def look(
     """Find the best whole checkpoint of attempts up to this one; a missing directory holds none.
 
     Args:
-        run_dir: the run directory. The run may go on meanwhile, and remove checkpoints.
-        attempt: the latest attempt whose checkpoints count.
+        run_dir: the run directory. The run may still be active and remove checkpoints.
+        attempt: the latest attempt to consider.
         step: look at checkpoints of this step only.
         together: all ranks see one directory, and each verifies some of the files.
     """
@@ -76,7 +76,7 @@ def look(
         if not reason:
             return Sighting(best=position, damaged=tuple(damaged.items()))
         if gone:
-            # A newer one has taken its place.
+            # A newer checkpoint has replaced it.
             positions = [p for p in listed() if p != position and p not in damaged]
         else:
             damaged[position] = reason
@@ -91,9 +91,9 @@ def find(
     attempt: float | None = None,
     step: int | None = None,
 ) -> tuple[list[Sighting], int | None]:
-    """Let every node look, and agree on the lowest rank that sees the best; None: there is none.
+    """Let every node look, and return the lowest rank that sees the best; None: there is none.
 
-    If the run directory is each node's own, one rank per node looks, as all of them would only read
+    If each node has its own run directory, one rank per node looks, as the others would only read
     the same files again. `attempt` (default: this one) and `step` as in `look()`.
     """
     attempt = group.rank_info.attempt if attempt is None else attempt
@@ -112,7 +112,7 @@ def find(
 def describe(
     run_dir: Path, group: RankGroup, position: Position, *, source: int, shared: bool
 ) -> Resumption:
-    """Broadcast the content of a checkpoint on the source rank, without its tensors."""
+    """Broadcast a checkpoint's contents from the source rank, except its tensors."""
     resumption: Resumption | str = ""
     if group.rank_info.rank == source:
         path = position.path(run_dir)
@@ -134,7 +134,7 @@ def describe(
 def load(
     run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill this rank's tensors in place, however the ranks that wrote them were arranged.
+    """Fill this rank's tensors in place, whatever mesh wrote the checkpoint.
 
     Raises:
         UsageError: on all ranks; the checkpoint holds other tensors, or some of another shape.
@@ -152,7 +152,7 @@ def load(
 def fill(
     run_dir: Path, group: RankGroup, resumption: Resumption, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Fill tensors in place that are known to be the checkpoint's."""
+    """Fill tensors in place after their names and shapes were checked."""
     path = resumption.position.path(run_dir)
     problem = ""
     try:
@@ -186,7 +186,7 @@ def _distribute(
                 whole = {name: stored.whole(name)}
             except CheckpointError as error:
                 failure = error
-        # One at a time: no rank ever holds more than its part and one tensor.
+        # Send one tensor at a time: no rank ever holds more than its part and one tensor.
         whole = group.broadcast_tensors(whole, source=resumption.source)
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which go: only when newer ones are whole."""
+"""Removing old checkpoints, but only once newer ones are whole."""
 
 import shutil
 from collections.abc import Collection, Iterable
@@ -13,7 +13,7 @@ from .store import Position
 
 
 class Retention:
-    """Which checkpoints of a run stay in rank 0's directory."""
+    """Decides which checkpoints of a run to keep in rank 0's directory."""
 
     def __init__(self, directory: RunDirectory, console: Console, *, keep: int) -> None:
         self._directory, self._console, self._keep = directory, console, keep
@@ -21,7 +21,7 @@ class Retention:
         """Checkpoints that were damaged at the start and have not been written again."""
 
     def prune(self, newest: Position, *, keep: int | None = None) -> list[Position]:
-        """Remove all checkpoints but those to be kept."""
+        """Remove all checkpoints except those to keep."""
         # A later start that has taken over may be reading one of them.
         if self._directory.superseded():
             return []
@@ -63,11 +63,11 @@ def prune(
 ) -> list[Position]:
     """Remove all but the last `keep` whole checkpoints; return those removed.
 
-    Call it once `newest` is committed, or before, to make room for it. It looks at the attempt of
-    `newest` and at earlier ones: these are fenced, so that their drafts never become checkpoints.
-    Checkpoints of a later attempt stay.
+    Call it once `newest` is committed, or before that to make room. It considers the attempt of
+    `newest` and earlier ones: these are fenced, so their drafts never become checkpoints.
+    Checkpoints of a later attempt are kept.
 
-    The sizes of its files show whether a checkpoint is whole, unless it is known to be `damaged`.
+    A checkpoint counts as whole by the sizes of its files, unless it is known to be `damaged`.
     """
     for _, path in list(store.entries(run_dir, newest.attempt)):
         if path.suffix == ".tmp":
@@ -75,7 +75,7 @@ def prune(
     removed = []
     for position in behind(run_dir, newest, keep=keep, damaged=damaged):
         path = position.path(run_dir)
-        # Renamed first: a half removed directory must not look like a checkpoint.
+        # Rename first: a partly removed directory must not look like a checkpoint.
         doomed = path.with_suffix(".old.tmp")
         with suppress(OSError):
             path.rename(doomed)
@@ -89,8 +89,8 @@ def behind(
 ) -> list[Position]:
     """List the checkpoints before the last `keep` whole ones up to `newest`, best first.
 
-    A checkpoint after `newest` was damaged, and its steps are being made again: it does not count,
-    and stays until that step is reached.
+    A checkpoint after `newest` is damaged, and the run is repeating its steps: it does not count,
+    and is kept until the run reaches that step.
     """
     whole, older = 0, []
     for position in store.list_committed(run_dir, up_to_attempt=newest.attempt):

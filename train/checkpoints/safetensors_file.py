@@ -1,8 +1,7 @@
 """Files of tensors, in the safetensors format with the offsets that DCP adds to it.
 
-Own code, since torch's and safetensors' writers need the whole file in memory a second time. Here
-tensors go to the disk and into the digest block by block, and may arrive from another rank one by
-one.
+The writers of torch and safetensors need a second copy of the whole file in memory. Here tensors
+are written and hashed block by block, and may arrive from another rank one by one.
 """
 
 import hashlib
@@ -36,7 +35,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
-"""What safetensors calls the types of torch."""
+"""The safetensors name of each torch dtype."""
 STORED_AS = {
     torch.complex128: torch.float64,
     torch.complex64: torch.float32,
@@ -45,30 +44,30 @@ STORED_AS = {
     torch.float8_e5m2fnuz: torch.uint8,
     torch.float8_e8m0fnu: torch.uint8,
 }
-"""A file stores types that not every reader knows as another one: complex numbers as pairs of real
-ones, in one more dimension, the rest as bytes. Its header holds their original types."""
+"""Types that not every reader supports are stored as another type: complex numbers as pairs of real
+numbers, in one more dimension, the rest as bytes. The file's header holds the original types."""
 MEANT = "torch_dtypes"
-"""Under this name: JSON, the type by the tensor's name, such as {"model.angles": "complex64"}."""
+"""Header key of the original types: JSON by tensor name, such as {"model.angles": "complex64"}."""
 BLOCK_BYTES = 1 << 20
-"""Small enough to be hashed and written while it is in a processor's cache."""
+"""Block size: small enough to be hashed and written while it is in a processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart:
-    """A box cut out of a tensor; perhaps all of it."""
+    """A box within a tensor; it may be the whole tensor."""
 
     name: str
     """Name of the tensor."""
     dtype: torch.dtype
-    """Its type."""
+    """Dtype of the tensor."""
     offsets: tuple[int, ...]
-    """Where in the tensor the box begins, in each dimension."""
+    """Start of the box within the tensor, in each dimension."""
     sizes: tuple[int, ...]
-    """Its size in each dimension."""
+    """Size of the box in each dimension."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Size of the box in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def order(self) -> tuple[int, str]:
@@ -89,14 +88,14 @@ class TensorPart:
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """View a tensor in the type and shape that a file has it in; a DTensor's stays one."""
+    """View a tensor with its dtype and shape in a file; a DTensor remains a DTensor."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.view(STORED_AS[tensor.dtype]) if tensor.dtype in STORED_AS else tensor
 
 
 def problem_of(tensor: object) -> str:
-    """Return why no file can hold something, or why it cannot be read back in place; else ''."""
+    """Return why a file cannot store something, or why it cannot be read back in place; else ''."""
     if not isinstance(tensor, Tensor):
         return f"is of type {type(tensor).__name__}, no tensor"
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -150,7 +149,7 @@ def _header(parts: Sequence[TensorPart]) -> bytes:
         head[MEANT] = json.dumps(meant)
     parts = [part.stored() for part in parts]
     if any(any(part.offsets) for part in parts):
-        # Without it, all parts begin where their tensors do.
+        # Without this entry, every part starts at the start of its tensor.
         offsets = {part.name: {"saved_offsets": part.offsets} for part in parts}
         head |= {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
     entries: dict[str, object] = {"__metadata__": head}

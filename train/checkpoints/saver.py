@@ -1,4 +1,4 @@
-"""From the live run to a checkpoint, and back."""
+"""Saving a run's state to a checkpoint, and restoring it."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -34,8 +34,9 @@ REPORTED_CHANGES = (
 class Saver:
     """Saves and restores everything that a checkpoint of this run holds.
 
-    Its methods raise on all ranks alike: a FencedError if a later start has taken over; a
-    CheckpointError if a checkpoint cannot be read, or could not be written and all shall stop.
+    Its methods raise the same error on all ranks: a FencedError if a later start has taken over; a
+    CheckpointError if a checkpoint cannot be read, or if it cannot be written and
+    `--on-checkpoint-error` is `stop`.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Saver:
         directory: RunDirectory,
         console: Console,
     ) -> None:
-        """Connect the ranks once more; nothing is read or written yet.
+        """Connect the ranks for checkpoints; nothing is read or written yet.
 
         Raises:
-            UsageError: on all ranks; the model holds what no checkpoint can.
+            UsageError: on all ranks; the model holds something that no checkpoint can store.
         """
         config, group = strategy.parts.config, strategy.parts.group
         self.config, self.identity, self.group = config, identity, group
@@ -60,10 +61,10 @@ class Saver:
         self._checkpointer = Checkpointer(directory.path, group, timeout_s=config.timeout_s)
         self.watch = Watch(strategy, optimizer, scaler)
         self._retention = Retention(directory, console, keep=config.keep_checkpoints)
-        # The checkpoint of the last save, if it lies in a directory that rank 0 sees.
+        # The checkpoint of the last save, if rank 0 sees its directory.
         self._saved: Position | None = None
         self._last_step = 0
-        # Refused now: the first checkpoint could not hold these.
+        # Refuse these now: the first checkpoint could not store them.
         problems = self._everywhere(
             f"{name} {text}"
             for name, tensor in strategy.model_state().items()
@@ -80,7 +81,7 @@ class Saver:
         )
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Go on from the newest valid checkpoint that any rank sees, if there is one."""
+        """Resume from the newest valid checkpoint that any rank sees, if there is one."""
         run_dir, shared = self.directory.path, self._checkpointer.shared
         sightings, source = recovery.find(run_dir, self.group, shared=shared)
         self._retention.damaged = {position for position, _ in sightings[0].damaged}
@@ -125,19 +126,19 @@ class Saver:
             self.console.say(f"with another configuration: {'; '.join(changed)}")
 
     def save(self, progress: TrainingProgress, *, epoch: int) -> None:
-        """Begin a checkpoint of this moment; the next call raises if it could not be written.
+        """Start a checkpoint of the current state; the next call raises if writing has failed.
 
         Raises:
             NonFiniteLoss: on all ranks; these weights would replace good ones.
             UsageError: on all ranks; the model has other tensors than at the start.
-            ReplicaError: on all ranks; they do not hold the same.
+            ReplicaError: on all ranks; ranks that must hold the same tensors do not.
         """
         if self._saved and self._saved.step == progress.step:
             self.wait()
             if self._saved:
                 return
         since = time.monotonic()
-        # A kill cannot take back these steps, so the metrics must not lack them.
+        # A kill cannot undo these steps, so their metrics must be on disk.
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
         model, moments = self.strategy.model_state(), self.optimizer.tensors()
@@ -192,7 +193,7 @@ class Saver:
         self._attempt(self._checkpointer.wait, last=last)
 
     def leave(self) -> None:
-        """Let a checkpoint that is being written be committed, before an error ends the process."""
+        """Let a pending checkpoint be committed before an error ends the process."""
         self._checkpointer.leave(PATIENCE_S)
 
     def export(self, path: Path) -> None:
@@ -241,12 +242,12 @@ class Saver:
         self.watch.check(totals)
 
     def _attempt(self, action: Callable[[], None], *, last: bool = False) -> None:
-        """Do something that may fail on all ranks alike; then stop or go on, as configured."""
+        """Run an action that fails on all ranks or none; then stop or continue, as configured."""
         try:
             action()
         except CheckpointError as error:
             self._saved = None
-            # A later start has removed our drafts: not a fault of the disk.
+            # Not a disk error: a later start has removed our drafts.
             if self.group.broadcast(self.directory.superseded()):
                 raise self._fenced() from error
             if last or self.config.on_checkpoint_error == "stop":

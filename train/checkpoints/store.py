@@ -1,4 +1,4 @@
-"""A checkpoint on disk: where it lies, and when it is whole.
+"""A checkpoint on disk: its layout, and the conditions for being whole.
 
 checkpoints/attempt-<A>/step-<NNNNNNNN>/{rank-<NNNNN>.safetensors,state.json,manifest.json}
 
@@ -25,12 +25,12 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 _TENSORS = re.compile(r"rank-[0-9]+\.safetensors", re.ASCII)
 Proof = Mapping[str, object]
-"""Size and SHA-256 of a file, as the manifest has them."""
+"""Size and SHA-256 of a file, as listed in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The content of `state.json`: everything about a moment of the run but the tensors."""
+    """The contents of `state.json`: the state of the run at one step, except the tensors."""
 
     step: int
     """Optimizer steps made."""
@@ -49,35 +49,35 @@ class State:
     loss: float | None = None
     """Loss of the last step, over all ranks."""
     frozen: Sequence[str] | None = None
-    """Parameters that were not trained; None: it was not recorded."""
+    """Parameters that were not trained; None: not recorded."""
     rng: str = "sha256(seed, step, *axes)"
-    """How each step's generators are seeded: a function, so there is no generator state to keep.
+    """How each step's generators are seeded: a function, so no generator state must be saved.
 
-    `axes` are a rank's coordinates along which it must draw numbers of its own.
+    `axes` are the rank's coordinates along those mesh axes where ranks draw different numbers.
     """
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Position:
-    """Where a checkpoint lies: a later attempt comes before a higher step."""
+    """Attempt and step of a checkpoint: a later attempt ranks above a higher step."""
 
     attempt: int
     """The attempt that wrote it."""
     step: int
-    """The step after which it was written."""
+    """Optimizer steps made before the checkpoint."""
 
     def path(self, run_dir: Path) -> Path:
         """Directory of the checkpoint; no other attempt writes in its parent."""
         return run_dir / "checkpoints" / f"attempt-{self.attempt}" / f"step-{self.step:08d}"
 
     def draft(self, run_dir: Path) -> Path:
-        """Directory in which it is written until it is whole."""
+        """Directory of the unfinished checkpoint; the commit renames it."""
         path = self.path(run_dir)
         return path.with_name(path.name + ".tmp")
 
 
 def tensor_file(rank: int) -> str:
-    """Name of the file with the tensors that a rank has written."""
+    """Name of the file with one rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -101,7 +101,7 @@ def entries(run_dir: Path, up_to_attempt: float) -> Iterator[tuple[int, Path]]:
 
 
 def begin(draft: Path) -> None:
-    """Make an empty directory to write into; it survives a loss of power."""
+    """Create an empty directory to write into; it survives a power loss."""
     shutil.rmtree(draft, ignore_errors=True)
     new = [path for path in (draft, *draft.parents) if not path.exists()]
     draft.mkdir(parents=True)
@@ -113,7 +113,7 @@ def write_manifest(draft: Path, state: State, files: Mapping[str, Proof]) -> Non
     """Add state and manifest to the files of tensors, which are on the disk already.
 
     Raises:
-        OSError: one of them could not be written, or differs from its writer's description.
+        OSError: a file could not be written, or differs from its writer's description.
     """
     for name, proof in files.items():
         # Another node may have written the file: is it the same directory?
@@ -131,7 +131,7 @@ def write_manifest(draft: Path, state: State, files: Mapping[str, Proof]) -> Non
 
 
 def commit(draft: Path, path: Path) -> None:
-    """Give a complete draft its name: from now on it is a checkpoint, even if the power fails."""
+    """Rename a complete draft: from now on it is a checkpoint, even after a power loss."""
     replaced = path.with_name(path.name + ".old.tmp")
     if path.exists():
         # It is damaged: the run would have resumed from a whole one.
@@ -172,10 +172,10 @@ def verify(
 
 
 def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
-    """Read which files a checkpoint consists of, and the progress that its state records."""
+    """Read the list of a checkpoint's files, and the progress in its state."""
     with _reading(path / MANIFEST) as record:
         files = untrusted.mapping(record["files"])
-        # Only names that `complete()` lists: so none of them leads out of the folder.
+        # Accept only names from `complete()`, so that none leads out of the folder.
         tensors = [name for name in files if _TENSORS.fullmatch(name)]
         if strange := sorted({*files}.difference(tensors, [STATE])):
             raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
@@ -231,7 +231,7 @@ def tensor_files(path: Path) -> list[str]:
 
 
 def read_state(path: Path) -> State:
-    """Read the state of a checkpoint; fields that a later program has added are left out."""
+    """Read the state of a checkpoint; ignore fields that a later version has added."""
     with _reading(path / STATE) as record:
         # A run that needed no loss scaler has none.
         scaler: dict[str, float] = {}
@@ -265,13 +265,13 @@ def measure(path: Path) -> Proof:
 
 
 def free_bytes(path: Path) -> float:
-    """Return how much can be written at a path, which need not exist; infinite: it is unknown."""
+    """Return the free bytes at a path, which need not exist; infinite if unknown."""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         disk = os.statvfs(existing)
     except OSError:
         return math.inf
-    # Some network file systems count nothing.
+    # Some network file systems do not report free space.
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
 
 
@@ -285,6 +285,6 @@ def sync(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a draft; if it cannot be removed, it is no checkpoint all the same."""
+    """Remove a draft; one that cannot be removed still never counts as a checkpoint."""
     with suppress(OSError):
         shutil.rmtree(path)

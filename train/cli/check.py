@@ -1,9 +1,9 @@
-"""`python -m train.cli.check`: what the command lines of a job would be refused for.
+"""`python -m train.cli.check`: check the command lines of a job without running them.
 
 `toolkit check` calls it. It reads one JSON object from standard input: `argvs`, a list of command
-lines; `world_size` and `local_world_size`; `here`, whether they are for this machine, so that the
-files that they name must be there. It prints a list of problems for each of them. Nothing that a
-command line names is imported, and of the files only a configuration below the folder is read.
+lines; `world_size` and `local_world_size`; `here`, whether the command lines are for this machine,
+so that the files they name must exist. It prints a list of problems for each command line. It
+imports nothing that a command line names, and reads only a configuration below the folder.
 """
 
 import json
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def problems(argv: Sequence[str], rank_info: RankInfo, *, here: bool) -> list[str]:
-    """List what `flags.parse()` refuses, as far as it can be known."""
+    """List the errors that `flags.parse()` would report, as far as they can be known."""
     if {"--help", "-h"} & set(argv):
         return []
     if not here:
@@ -29,7 +29,7 @@ def problems(argv: Sequence[str], rank_info: RankInfo, *, here: bool) -> list[st
     _, texts = flags.tokens(argv, found)
     config = texts.get("--config")
     if config is not None and not _is_below(Path(config), Path.cwd()):
-        # What it sets is not known, so only words are checked.
+        # The file's settings are not known, so check each flag by itself.
         for flag, text in texts.items():
             if flag not in flags.FILES:
                 try:
@@ -47,7 +47,7 @@ def problems(argv: Sequence[str], rank_info: RankInfo, *, here: bool) -> list[st
 
 
 def _without_tasks(argv: Sequence[str]) -> list[str]:
-    """Leave out a task in a file that is not here, but may be where the job runs."""
+    """Replace a task in a file: the file may exist only on the machine that runs the job."""
     words: list[str] = []
     for word in argv:
         flag, equals, name = word.partition("=")
@@ -61,7 +61,7 @@ def _without_tasks(argv: Sequence[str]) -> list[str]:
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Whether a path is a file in a folder, also after links."""
+    """Whether a path is a file in a folder, links resolved."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         addressed=True,
     )
     answers = [problems(argv, rank_info, here=request["here"]) for argv in request["argvs"]]
-    # Marked: the Python of a site may print as well.
+    # Mark the answer: a site's Python may print as well.
     print(f"\n==problems|{json.dumps([] if _is_hidden() else answers)}|==")
 
 

@@ -1,7 +1,7 @@
 """Refusing a command line that cannot work, with the arithmetic, before anything starts.
 
-Without torch. Limits of the model or the machine (heads, pieces, classes, backends) are checked
-later, by the modules that know them.
+This module does not import torch. Limits of the model or the machine (heads, pieces, classes,
+backends) are checked later, by the modules that know them.
 """
 
 import math
@@ -19,13 +19,13 @@ from .config import Config, nearest
 COMPOSED = ("fsdp", "hsdp", "tp", "cp", "hybrid", "pp")
 """Strategies of `train.parallel.hybrid` and `.pipeline`, which shard along the data axes."""
 ACCEPTED = ("batch-norm", "layer-mixes-samples", "loss-mixes-samples")
-"""Differences to one process that `--accept` takes: see `train.proof.mixing`."""
+"""Differences from one process that `--accept` allows: see `train.proof.mixing`."""
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.%\w]+\]|[^/:\s\[\]]+):(\d{1,5})")
 _FILE = re.compile(r"file://(/.*[^/])")
 
 
 def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> list[str]:
-    """List what cannot work on the ranks that there are, or will be with `--spawn`.
+    """List the settings that cannot work on the ranks of this start or of `--spawn`.
 
     `only_looking`: nothing is trained, so the sizes of the mesh give the number of ranks.
     """
@@ -67,12 +67,12 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
         )
     problems += _misplaced(config, strategy, layout)
     problems += _incompatible(config, strategy)
-    # A batch of training is for training to share out.
+    # Only training must divide the training batch.
     return problems if config.infers else problems + _shares(config, strategy, layout)
 
 
 def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False) -> RankInfo:
-    """Return rank 0 of the ranks that the configuration is for."""
+    """Return a rank of a configuration's world: this one under a launcher, else rank 0."""
     if rank_info.launched:
         return rank_info
     if config.spawn is not None:
@@ -84,7 +84,7 @@ def ranks_of(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
 
 
 def backend_problem(config: Config, backend: str) -> str | None:
-    """Return what a backend cannot do."""
+    """Return the setting that a backend does not support."""
     if config.comm_hook == "bf16" and backend == "gloo":
         return (
             "--comm-hook bf16 needs --backend nccl, as gloo cannot add bf16 numbers; use "
@@ -94,7 +94,7 @@ def backend_problem(config: Config, backend: str) -> str | None:
 
 
 def exact_problems(config: Config, layout: Layout) -> list[str]:
-    """List what would make the bits of `--reduce exact` depend on the number of ranks."""
+    """List settings that would make the bits of `--reduce exact` depend on the number of ranks."""
     ranks, virtual = layout.world_size, config.virtual_shards
     if config.strategy not in ("auto", "single", "ddp") or layout.dp_replicate != ranks:
         return [

@@ -24,9 +24,9 @@ FILES = {
 """Flags that are not fields of `Config`, with their values and meanings."""
 HELP = ("--help", "Show this and exit.")
 ONLY_LOOKING = ("--dry-run", "--write-config")
-"""Nothing is trained then: there need be no ranks, and no run directory."""
+"""Flags that prevent training: they need no ranks and no run directory."""
 INFERRING = ("--evaluate-only", "--predict", "--verify-only")
-"""A run directory is read then, if at all, and stays as it is."""
+"""Flags that at most read a run directory, and never change it."""
 _HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -37,9 +37,9 @@ class Request:
     """The result of parsing a command line."""
 
     config: Config
-    """The configuration, of the file and the flags."""
+    """The configuration from the file and the flags."""
     write_config: Path | None
-    """Where to write it instead of training."""
+    """File to write the configuration to, instead of training."""
 
     @property
     def only_looking(self) -> bool:
@@ -97,10 +97,10 @@ def _entry(head: str, text: str) -> list[str]:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) -> Request:
-    """Read the command line, and the file that it names, into a configuration and a request.
+    """Read the command line, and its `--config` file, into a configuration and a request.
 
     Raises:
-        UsageError: names every problem, one to a line.
+        UsageError: lists every problem, one per line.
     """
     problems: list[str] = []
     switches, texts = tokens(argv, problems)
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo) 
         values, lines = read_file(files["--config"])
         problems += lines
         if {"steps", "epochs"} & {fields_by_flag()[flag].name for flag in texts}:
-            # Both set the length of the run: the command line's replaces either one of the file.
+            # Both set the length of the run: one on the command line replaces either in the file.
             values = {n: v for n, v in values.items() if n not in ("steps", "epochs")}
     values |= switches
     for flag, text in texts.items():
@@ -143,9 +143,9 @@ def fields_by_flag() -> dict[str, ConfigField]:
 
 
 def tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object], dict[str, str]]:
-    """Split a command line in switches, by field, and texts, by flag; of two, the last counts.
+    """Split a command line into switches, by field, and texts, by flag; the last one counts.
 
-    Not argparse: it abbreviates, ends at the first problem, and names no nearest flag.
+    argparse would accept abbreviations, stop at the first problem, and suggest no similar flag.
     """
     by_flag = fields_by_flag()
     by_switch = {flag: (field.name, True) for flag, field in by_flag.items() if field.kind is bool}
@@ -183,7 +183,7 @@ def tokens(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, object],
 
 
 def read_file(path: Path) -> tuple[dict[str, object], list[str]]:
-    """Read the fields of a file, and its faults, each with its line."""
+    """Read the fields of a file, and its errors with line numbers."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -231,7 +231,7 @@ def dumps(config: Config) -> str:
         elif isinstance(value, (bool, int, float)):
             setting = f"{name} = {str(value).lower()}"
         else:
-            # JSON's strings are TOML's, but for one character that TOML escapes.
+            # JSON strings are valid TOML, except one character that TOML escapes.
             literal = json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
             setting = f"{name} = {literal}"
         lines += ["", f"# {docs[name]}", setting]
@@ -242,7 +242,7 @@ def write_file(path: Path, config: Config) -> None:
     """Write a file from which `read_file()` makes the same configuration.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         path.write_text(dumps(config), encoding="utf-8")
@@ -257,7 +257,7 @@ def _convert(field: ConfigField, value: object) -> object:
     Raises:
         ValueError: the message is to be written after the key.
     """
-    # Not isinstance: to Python, true is a whole number.
+    # Not isinstance(): in Python, a bool is also an int.
     if field.kind is float and type(value) is int:
         value = float(value)
     kind = str if field.kind is Path else field.kind
@@ -275,7 +275,7 @@ def _convert(field: ConfigField, value: object) -> object:
 
 
 def _line(text: str, key: str) -> int:
-    """Find the line of a key or a table; TOML's own reader forgets them."""
+    """Find the line of a key or a table; tomllib does not report lines."""
     pattern = re.compile(rf"^[\s\[]*[\"']?{re.escape(key)}[\"']?\s*[=.\]]", re.MULTILINE)
     match = pattern.search(text)
     if match is None:

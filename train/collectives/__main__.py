@@ -22,7 +22,7 @@ def main() -> int:
     except UsageError as error:
         console.complain(str(error))
         return error.exit_status
-    # Only here, as it imports torch: a mistyped flag is answered at once.
+    # Import this late, as it imports torch: a mistyped flag is then reported at once.
     from .session import be_a_rank, spawn
 
     return spawn(options, options.nproc) if options.nproc else be_a_rank(options, rank_info)

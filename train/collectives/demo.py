@@ -30,7 +30,7 @@ WARM_UP = 3
 
 
 class WrongResult(TrainError):
-    """A collective gave a rank something else than plain Python computes."""
+    """A collective's result differs from the one computed in plain Python."""
 
 
 @dataclass(kw_only=True)
@@ -40,19 +40,19 @@ class Ranks:
     rank_info: RankInfo
     """Number of this rank, and of all ranks."""
     device: torch.device
-    """Where its tensors lie."""
+    """The device of this rank's tensors."""
     store: Store
     """The notice board: a key-value store that rank 0 or the launcher serves."""
     timeout: timedelta
     """How long to wait for a rank."""
     rounds: int = field(default=0, init=False)
-    """How many exchanges there have been: each has keys of its own."""
+    """Number of exchanges so far; it makes the keys of each exchange unique."""
 
     def exchange(self, value: Value) -> list[Value]:
-        """Give every rank every rank's value, by rank.
+        """Give every rank the values of all ranks, by rank.
 
-        Through the store, which is TCP and needs no collective: a broken collective could neither
-        report nor hide that it is broken.
+        The exchange uses the store, which is TCP and needs no collective, so that a broken
+        collective can neither block nor falsify the report.
         """
         self.rounds += 1
         keys = [f"{self.rounds}/{rank}" for rank in range(self.rank_info.world_size)]
@@ -61,7 +61,7 @@ class Ranks:
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def synchronize(self) -> None:
-        """Wait for the GPU's queued work, since a call returns earlier."""
+        """Wait for the GPU's queued work: calls return before it is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -105,7 +105,7 @@ def demonstrate_barrier(
     before = ranks.store.add("arrivals", 1)
     ranks.store.set(f"arrived/{rank}", "")
     barrier()
-    # NCCL's barrier stops the GPU; the program waits only when it reads a result.
+    # NCCL's barrier blocks the GPU; the process waits only when it reads a result.
     ranks.synchronize()
     show(
         "barrier",
@@ -121,14 +121,14 @@ def demonstrate_barrier(
 
 
 def demonstrate_monitored_barrier(ranks: Ranks, console: Console) -> None:
-    """Keep the last rank away, and check that rank 0 is given its number.
+    """Keep the last rank away, and check that rank 0's error names it.
 
     Raises:
         WrongResult: on all ranks, when rank 0 gets no number, or another rank's.
     """
     rank, away = ranks.rank_info.rank, ranks.rank_info.world_size - 1
-    # gloo only, so beside NCCL it needs a group of its own; and a group is unusable after a barrier
-    # has failed.
+    # Only gloo supports it, so NCCL needs a second group; and a group is unusable after a failed
+    # barrier.
     group = dist.new_group(backend="gloo", timeout=ranks.timeout)
     missing: list[int] = []
     console.say(f"\n(1 s without rank {away}; torch itself now complains on standard error)")
@@ -149,7 +149,7 @@ def demonstrate_monitored_barrier(ranks: Ranks, console: Console) -> None:
 
 
 def missing_ranks(message: str) -> list[int]:
-    """Read the ranks out of what a monitored barrier raises on rank 0.
+    """Extract the ranks from the error message of a monitored barrier on rank 0.
 
     >>> missing_ranks("Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms")
     [1, 3]
@@ -202,15 +202,15 @@ class Measured:
     """One line of the table."""
 
     size_bytes: int
-    """The largest buffer of a rank: the requested sizes, in whole numbers for every rank."""
+    """The largest buffer of a rank: the requested size, rounded to whole numbers for every rank."""
     latency_s: float
-    """Median over the calls of the time of the slowest rank."""
+    """The slowest rank's time, median over the calls."""
     bus_factor: float
     """Bus bandwidth / algorithm bandwidth."""
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second, as the caller sees it."""
+        """Buffer size / time, in bytes per second."""
         return self.size_bytes / self.latency_s
 
     @property
@@ -241,8 +241,8 @@ def measure(collective: Collective, size_bytes: int, repeats: int, ranks: Ranks)
         WrongResult: on all ranks; names the ranks.
     """
     rank, world_size = ranks.rank_info.rank, ranks.rank_info.world_size
-    # Of the largest buffer in the small case, each number (4 bytes) becomes a block: the same
-    # expectation holds for all sizes.
+    # Each number (4 bytes) of the largest buffer in the small case becomes a block, so the same
+    # expected result holds for all sizes.
     small_bytes = 4 * collective.numbers(world_size)
     block = max(1, size_bytes // small_bytes)
     start = [collective.before(other, world_size) for other in range(world_size)]
@@ -280,7 +280,7 @@ def latency(call: Callable[[], object], repeats: int, ranks: Ranks) -> float:
         call()
         ranks.synchronize()
         mine.append(time.perf_counter() - started)
-    # A rank that only sends is done early: a call is over when it is over for all.
+    # A rank that only sends is done early: a call ends when it has ended on all ranks.
     by_call = zip(*ranks.exchange(mine[WARM_UP:]), strict=True)
     slowest: list[float] = [max(times) for times in by_call]
     return statistics.median(slowest)
@@ -293,7 +293,7 @@ def format_size(size_bytes: int) -> str:
     ('4 KiB', '64 MiB', '1 KiB')
     """
     for unit, bytes_each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        # A few bytes less than a whole one, so that they divide by the ranks, still read as one.
+        # A size a few bytes short of a whole unit, to divide by the ranks, is shown as that unit.
         if size_bytes >= 0.98 * bytes_each:
             return f"{round(size_bytes / bytes_each, 1):g} {unit}"
     return f"{size_bytes} B"

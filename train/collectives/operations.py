@@ -1,4 +1,4 @@
-"""What each collective does: in words, in plain Python, and in torch.
+"""Each collective explained in words, in plain Python, and in torch.
 
 `size` in a table is the largest buffer of a rank. Bus bandwidth is size / time times a factor that
 makes it comparable with the speed of the hardware, for any number n of ranks: 2 (n-1) / n for
@@ -25,18 +25,18 @@ Prepare = Callable[[Tensor, int, int], Call]
 class Collective:
     """One collective, as data that a run explains, checks and measures.
 
-    Every collective here moves whole numbers, or adds them place by place. So its large case is its
-    small one with each number repeated, and one expectation serves all sizes.
+    Every collective here moves whole numbers, or adds them elementwise. Its large case is therefore
+    its small case with each number repeated, and one expected result serves all sizes.
     """
 
     name: str
     """Name without `dist.` and without the suffix of a variant."""
     sentence: str
-    """What it does."""
+    """A sentence that explains the collective."""
     before: Callable[[int, int], Numbers]
     """The numbers of (rank, world size) before."""
     after: Callable[[list[Numbers], int], Numbers | None]
-    """The numbers of (rank) after, from those of all ranks before; None: nothing is promised."""
+    """The numbers of (rank) after, from those of all ranks before; None: undefined."""
     prepare: Prepare
     """From (tensor, rank, world size), the call to measure; it returns the rank's result."""
     bus_factor: Callable[[int], float] = lambda world_size: 1.0
@@ -62,7 +62,7 @@ def _sums(before: list[Numbers]) -> Numbers:
 
 
 def _in_place(operation: Callable[[Tensor], object]) -> Prepare:
-    """Prepare a call whose result is in the tensor itself."""
+    """Prepare a call that writes its result into the input tensor."""
 
     def prepare(mine: Tensor, rank: int, world_size: int) -> Call:
         def call() -> Tensor:
@@ -77,7 +77,7 @@ def _in_place(operation: Callable[[Tensor], object]) -> Prepare:
 def _into(
     operation: Callable[[Tensor, Tensor], object], numbers: Callable[[int, int], int]
 ) -> Prepare:
-    """Prepare a call with a result of its own: of so many numbers, from (own numbers, ranks)."""
+    """Prepare a call with a separate result tensor; `numbers(own numbers, ranks)` is its size."""
 
     def prepare(mine: Tensor, rank: int, world_size: int) -> Call:
         result = mine.new_empty(numbers(mine.numel(), world_size))
@@ -117,7 +117,7 @@ def _send_recv(mine: Tensor, rank: int, world_size: int) -> Call:
     received = mine.new_empty(mine.shape)
 
     def call() -> Tensor:
-        # Posted together: if every rank first sent and waited, none would come to receive.
+        # Post both together: if every rank first sent and waited, none would ever receive.
         requests = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, mine, (rank + 1) % world_size),

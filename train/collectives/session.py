@@ -30,7 +30,7 @@ from .options import Options
 
 def spawn(options: Options, nproc: int) -> int:
     """Start the ranks on this machine, and return the exit status of the first that failed."""
-    # The ranks meet in a new folder: two runs could share a port, but no folder.
+    # Use a new folder for the rendezvous: two runs could share a port, but not a folder.
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ def be_a_rank(options: Options, rank_info: RankInfo) -> int:
         console.complain(str(error))
         return error.exit_status
     except (RuntimeError, OSError) as error:
-        # Each rank reports its own error: the cause cannot be known from here.
+        # Each rank reports its own error: this rank cannot know the cause.
         console.complain(f"{type(error).__name__}: {error}", every_rank=True)
         return EXIT_FAILED
 

@@ -1,4 +1,4 @@
-"""Which sample is read when, by which rank, and the processes that read it."""
+"""The order of samples, their division among ranks, and the processes that read them."""
 
 from .order import Batch
 

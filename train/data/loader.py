@@ -1,4 +1,4 @@
-"""Sources of batches: samples in memory, or of a Dataset that other processes read ahead."""
+"""Sources of batches: samples in memory, or a Dataset that worker processes read ahead."""
 
 import atexit
 import multiprocessing
@@ -32,7 +32,7 @@ from .order import (
 )
 
 Draw = tuple[list[int], Chance | None]
-"""Sample numbers, and what their random numbers depend on."""
+"""Sample numbers, and the source of their random numbers."""
 _CPU = torch.device("cpu")
 
 
@@ -41,7 +41,7 @@ def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> 
 
     Raises:
         UsageError: the samples are neither a `Batch` nor a data set with a length, or a leaf of the
-            batch is no tensor, or has another number of samples.
+            batch is not a tensor, or has another number of samples.
     """
     if isinstance(samples, Batch):
         trees.check(samples.inputs, samples.targets, task=task)
@@ -50,10 +50,10 @@ def source_of(samples: Batch | Samples, *, workers: int = 0, task: str = "") -> 
 
 
 def resident(samples: Source, device: torch.device, *, task: str) -> Source:
-    """Provide samples on a device: those of a `Batch` are all copied there, once.
+    """Provide samples on a device: a `Batch` is copied there as a whole, once.
 
     Raises:
-        UsageError: they are larger than the device's free memory.
+        UsageError: the samples exceed the device's free memory.
     """
     if isinstance(samples, Batch) and device.type == "cuda":
         tensors = (*trees.tensors_of(samples.inputs), *trees.tensors_of(samples.targets))
@@ -70,9 +70,9 @@ def resident(samples: Source, device: torch.device, *, task: str) -> Source:
 class DatasetReader:
     """Batches of a map-style Dataset.
 
-    Its samples may be random, such as pictures that are now and then mirrored. The generators are
-    seeded for each sample by its position in the whole run's stream of samples: so it is the same
-    for any reader, any number of processes, and any start of the run.
+    Its samples may be random, such as randomly mirrored pictures. The generators are seeded for
+    each sample by its position in the whole run's stream of samples. So the sample is the same for
+    any reader, any number of processes, and any start of the run.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DatasetReader:
         self._device = device or torch.device("cpu")
         # Whether a sample has been seen to draw random numbers.
         self._drawing, self._detector = False, RandomDrawDetector()
-        # The form of the first batch, which the others must have.
+        # The structure of the first batch, which all others must have.
         self._form: object = None
 
     def __len__(self) -> int:
@@ -136,11 +136,11 @@ class DatasetReader:
             num_workers=self._workers,
             collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
-            # A forked process has the data set as it is; a spawned one would have to import the
-            # module of a user's own task, which lies on no path.
+            # A forked process has the data set already; a spawned one would have to import the
+            # module of the user's task, which is not on the import path.
             multiprocessing_context="fork",
-            # Else the loader would draw from the global generator, which belongs to the model: the
-            # first step after each start would differ.
+            # Without this, the loader would draw from the global generator, which the model uses:
+            # the first step after each start would differ.
             generator=torch.Generator(),
             worker_init_fn=_ignore_stops,
         )
@@ -151,9 +151,9 @@ class DatasetReader:
             yield self._batch(inputs, targets)
 
     def _unseeded(self, numbers: list[int]) -> list[tuple[Any, Any]] | None:
-        """Read samples without seeding, which would take longer than many a sample.
+        """Read samples without seeding, which would often take longer than reading the sample.
 
-        None: they draw random numbers, or cannot be read: read them with seeding.
+        Returns None if they draw random numbers or cannot be read: read them with seeding then.
         """
         try:
             samples = [self._samples[number] for number in numbers]
@@ -171,16 +171,16 @@ class DatasetReader:
     def _collate(self, samples: list[tuple[Any, Any]]) -> tuple[Tree, Tree]:
         if samples:
             return self._pair(samples)
-        # A share may be empty, and still has the shape and type of the others.
+        # An empty share still needs the shape and type of the others.
         inputs, targets = self._pair([self._samples[0]])
         return trees.mapped(lambda t: t[:0], inputs), trees.mapped(lambda t: t[:0], targets)
 
     def _pair(self, samples: list[tuple[Any, Any]]) -> tuple[Tree, Tree]:
-        """Collate samples; the first ones decide the form of all later ones.
+        """Collate samples; the first ones determine the structure of all later ones.
 
         Raises:
-            UsageError: they are no pairs, or not all of them is tensors.
-            ValueError: they are of another form than the first.
+            UsageError: the samples are not pairs, or contain something that is not a tensor.
+            ValueError: the samples differ in structure from the first ones.
         """
         first = samples[0]
         if self._form is None and not (isinstance(first, tuple | list) and len(first) == 2):
@@ -204,7 +204,7 @@ class DatasetReader:
 
 
 class _SeededSamples:
-    """Samples by draw: each with random numbers of its own."""
+    """Samples by draw; every sample has its own random seed."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -213,7 +213,7 @@ class _SeededSamples:
         numbers, chance = draw
         positions: Sequence[int]
         if chance is None:
-            # Where no chance is given, as for a test set, a sample is always the same.
+            # Without a chance, as for a test set, a sample is always the same.
             seed, positions = seed_of("sample"), numbers
         else:
             seed = seed_of("sample", chance.seed)
@@ -235,7 +235,7 @@ _readers: WeakSet[BaseProcess] = WeakSet()
 
 
 def _ignore_stops(worker: int) -> None:
-    """Leave stops to the process that trains: torchrun and Slurm signal all processes of a rank."""
+    """Leave stop signals to the training process: torchrun and Slurm signal all its processes."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -252,8 +252,8 @@ def _end_readers() -> None:
 class RandomDrawDetector:
     """Detects whether random numbers were drawn since `start()` from the generators of a sample.
 
-    It seeds `random`'s and numpy's generators, and copies of them, which is cheaper than to compare
-    their states of thousands of bytes. The loop seeds them anew before each pass.
+    It seeds the generators of `random` and numpy, and copies of them, which is cheaper than
+    comparing their states of thousands of bytes. The loop seeds them again before each pass.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class RandomDrawDetector:
         self._state = torch.default_generator.get_state()
 
     def start(self) -> None:
-        """Bring the copies into step."""
+        """Synchronise the copies with the generators."""
         random.seed(0)
         self._random.seed(0)
         np.random.seed(0)
@@ -269,7 +269,7 @@ class RandomDrawDetector:
         self._state = torch.default_generator.get_state()
 
     def drawn(self) -> bool:
-        """Whether random numbers were drawn since then."""
+        """Whether random numbers were drawn since `start()`."""
         return (
             random.random() != self._random.random()
             or np.random.random_sample() != self._numpy.random_sample()
@@ -277,12 +277,12 @@ class RandomDrawDetector:
         )
 
     def put_back(self) -> None:
-        """Restore the state of torch's generator, from which the model's dropout is drawn."""
+        """Restore the state of torch's generator, which the model's dropout uses."""
         torch.default_generator.set_state(self._state)
 
 
 class Feed:
-    """One rank's slices of the global batches, from any point of the order on."""
+    """One rank's slices of the global batches, starting at any point of the order."""
 
     def __init__(
         self, source: Source, order: SampleOrder, *, global_batch: int, shard: int, shards: int
@@ -302,9 +302,9 @@ class Feed:
         return self._order.share(samples_seen, self._global_batch, shard=0, shards=1)
 
     def batch(self, samples_seen: int) -> Batch:
-        """Return the slice of the global batch that begins there.
+        """Return this rank's slice of the global batch that begins there.
 
-        It has been read ahead if this goes on where the call before it ended.
+        The slice has been read ahead if it follows that of the previous call.
         """
         if self._stream is None or samples_seen != self._next:
             # Generators: reading never ends, and samples in memory need no chances.
@@ -316,7 +316,7 @@ class Feed:
         return next(self._stream)
 
     def lone_batch(self, samples_seen: int) -> Batch:
-        """Return one batch, read in this process, for a caller that does not read on."""
+        """Return one batch, read in this process, for a caller that needs no further batches."""
         return self._source.take(self.numbers(samples_seen), self._chance(samples_seen))
 
     def close(self) -> None:

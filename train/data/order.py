@@ -4,8 +4,8 @@ The training data is one endless stream: epoch 0's permutation, then epoch 1's, 
 takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each rank one slice of
 them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
-exactly once. With weights, an epoch is as many draws with replacement instead, the same for all
-ranks; each rank takes its slice of them.
+exactly once. With weights, an epoch consists of as many draws with replacement, the same for all
+ranks; each rank takes its slice.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ _WORD = (1 << 64) - 1
 
 
 class Chance(NamedTuple):
-    """What determines the random numbers of samples that are drawn together."""
+    """The source of the random numbers of samples that are drawn together."""
 
     seed: int
-    """The run's."""
+    """Seed of the run."""
     place: int
-    """How many samples of the whole run were drawn before the first of them."""
+    """Samples that the whole run has drawn before the first of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Batch:
     """Inputs and targets of some samples, first dimension: the sample."""
 
     inputs: Tree
-    """What the model is given, as its one argument."""
+    """The model's only argument."""
     targets: Tree
-    """What the loss compares the model's output with."""
+    """Targets for the loss, to compare with the model's output."""
 
     def __len__(self) -> int:
         return trees.sample_count(self.inputs)
@@ -53,9 +53,9 @@ class Batch:
         """Pick samples by number; samples in memory need no `chance`."""
         first = trees.tensors_of(self.inputs)[0]
         if first.is_cuda and not indices.is_cuda:
-            # From memory that is not pinned, a copy would wait for all queued work of the GPU.
+            # A copy from unpinned memory would wait for all queued work of the GPU.
             indices = indices.pin_memory().to(first.device, non_blocking=True)
-        # In half the time of `tensor[indices]`.
+        # `index_select` takes half the time of `tensor[indices]`.
         return self.mapped(lambda tensor: tensor.index_select(0, indices))
 
     def part(self, start: int, stop: int) -> "Batch":
@@ -63,10 +63,11 @@ class Batch:
         return self.mapped(lambda tensor: tensor[start:stop])
 
     def split_into(self, count: int) -> "list[Batch]":
-        """Cut into `count` micro-batches whose sizes differ by at most one.
+        """Cut into `count` micro-batches of sizes that differ by at most one.
 
-        Ranks that must make the same number of passes may have fewer samples than that: the first
-        parts are then empty. The summed loss of an empty batch is 0, and so are its gradients.
+        A rank may have fewer samples than the passes that all ranks must make: its first
+        micro-batches are then empty. The summed loss of an empty batch is 0, and so are its
+        gradients.
         """
         if count == 1:
             return [self]
@@ -103,12 +104,12 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> tuple[Any, Any]:
         """Return one sample: tensors, arrays or numbers, of the same shape for each sample.
 
-        Or dicts, lists and tuples of them, of the same form for each sample.
+        Dicts, lists and tuples of them are allowed, with the same structure for each sample.
         """
 
 
 class Source(Protocol):
-    """Samples in batches. A `Batch` of all of them is one, the fastest."""
+    """Samples in batches; a `Batch` of all samples is the fastest source."""
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -116,7 +117,7 @@ class Source(Protocol):
     def take(self, indices: Tensor, chance: Chance | None = None, /) -> Batch:
         """Pick samples by number.
 
-        Random samples are a function of `chance`, or of their numbers alone without it.
+        Random samples are a function of `chance`; without it, of their numbers alone.
         """
 
     def read(
@@ -129,10 +130,10 @@ class Source(Protocol):
 
 
 def targets_of(samples: Batch | Samples) -> Tensor:
-    """Return all targets, from `.targets` where there is one, else by reading every sample.
+    """Return all targets, from `.targets` if it exists, else by reading every sample.
 
     Raises:
-        UsageError: they are not one number per sample.
+        UsageError: the targets are not one number per sample.
     """
     if hasattr(samples, "targets"):
         targets = samples.targets
@@ -165,19 +166,19 @@ def mixed(seed: int, number: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed with 64 bits what a sample, a model or a loss may draw from, in 8 µs.
+    """Seed the generators for a sample, a model or a loss with 64 bits, in 8 µs.
 
-    These are torch's generators of the CPU and of one device, `random`'s and numpy's.
+    These are torch's generators of the CPU and of one device, and those of `random` and numpy.
 
-    Not `torch.manual_seed()`, which also stores the seed for backends that are not in use, and
-    formats the call stack for each: 0.1 ms per step.
+    `torch.manual_seed()` would also store the seed for unused backends, and format the call stack
+    for each: 0.1 ms per step.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    # The upper bits: torch takes the lower 32, and makes the same numbers of them as numpy would.
+    # Use the upper bits: torch uses the lower 32, and numpy would make the same numbers of them.
     np.random.seed(seed >> 32)
     if device.type == "cuda":
-        # All of them: `manual` and `dataparallel` use several.
+        # Seed all GPUs: `manual` and `dataparallel` use several.
         torch.cuda.manual_seed_all(seed)
 
 
@@ -190,8 +191,8 @@ def permutation(size: int, seed: int, epoch: int) -> Tensor:
 def weighted_draws(weights: Tensor, seed: int, epoch: int) -> Tensor:
     """Draw as many samples as there are weights, with replacement. Shape [samples], int64.
 
-    A pure function of its arguments, and one draw for all ranks: a generator per rank would either
-    draw the same samples everywhere or need a state of its own.
+    A pure function of its arguments, with one draw for all ranks: a generator per rank would either
+    draw the same samples everywhere or add state to the checkpoint.
     """
     generator = torch.Generator().manual_seed(seed_of("draws", seed, epoch))
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)

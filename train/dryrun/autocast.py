@@ -1,10 +1,10 @@
 """CUDA's mixed precision and dropout, for tensors that have no contents and are on the CPU.
 
-A rehearsal is for GPUs, but its tensors are on the device that every machine has, and the rules of
-autocast differ there: norms and softmax run in the low precision on the CPU, in float32 on CUDA.
-So CUDA's rules replace the CPU's, operation by operation, where torch looks rules up: in its
-dispatcher. The rules are those of torch 2.13, `aten/src/ATen/autocast_mode.h`, which comes with
-torch as `torch/include/ATen/autocast_mode.h`; a test compares.
+A rehearsal is for GPUs, but its tensors are on the CPU, where autocast has other rules: norms and
+softmax run in low precision on the CPU, but in float32 on CUDA. So CUDA's rules replace the CPU's
+in torch's dispatcher, operation by operation. The rules are those of torch 2.13,
+`aten/src/ATen/autocast_mode.h`, which comes with torch as `torch/include/ATen/autocast_mode.h`; a
+test compares them.
 """
 
 import functools
@@ -65,7 +65,7 @@ _Kernel = Callable[..., Any]
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Have operations on the CPU follow CUDA's rules of autocast, and CUDA's form of dropout."""
+    """Make CPU operations follow CUDA's autocast rules and CUDA's form of dropout."""
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
@@ -74,7 +74,7 @@ def as_on_cuda() -> Iterator[None]:
             )
             for name, kernel in _kernels().items():
                 library.impl(name, kernel, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
-            # Also outside of autocast.
+            # This also applies outside of autocast.
             library.impl("dropout", _dropout, "AutogradCPU", allow_override=True)  # type: ignore[no-untyped-call]
         yield
     finally:
@@ -112,7 +112,7 @@ def _operation(name: str) -> OpOverload:
 
 
 def _kernel(rule: _Kernel, name: str) -> _Kernel:
-    """Make a kernel of a rule, whose calls of operations do not come back to the rule."""
+    """Turn a rule into a kernel; operations that the rule calls bypass autocast."""
     operation, autocast = _operation(name), DispatchKeySet(DispatchKey.AutocastCPU)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def _kernel(rule: _Kernel, name: str) -> _Kernel:
 
 
 def _cast_inputs(names: list[str], operation: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Cast floating-point tensors to the type that the rule of these names gives all of them."""
+    """Cast all floating-point tensors to the dtype of the rule for these names."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
     dtype = torch.get_autocast_dtype("cpu")
     if names is FLOAT32 or (names is WIDEST and torch.float32 in dtypes):
@@ -156,12 +156,12 @@ def _float32_norm(typed: OpOverload, operation: OpOverload, args: Any, kwargs: A
 
 
 def _eligible(value: object) -> bool:
-    """Whether autocast casts the value: a tensor of floating-point numbers, but no doubles."""
+    """Whether autocast casts the value: a floating-point tensor, but not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
-    """Keep one byte per number for the backward pass; the CPU would keep the factors.
+    """Keep one byte per element for the backward pass; the CPU would keep the factors.
 
     `is_fused_kernel_acceptable()` in `aten/src/ATen/native/Dropout.cpp`.
     """

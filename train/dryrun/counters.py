@@ -6,8 +6,8 @@ sees those of DDP, FSDP, DTensor, pipelines and our own alike, with real and wit
 torch has a similar mode for each, which falls short of a dry run:
 
 - `FlopCounterMode` has no formula for the CPU's attention.
-- `MemTracker` fixes the kind of each tensor when the peak occurs. But a tensor proves to be a
-  gradient later, and `--cpu-offload` needs the peak without the kinds that the host keeps.
+- `MemTracker` fixes the kind of each tensor when the peak occurs. But a gradient is recognised only
+  later, and `--cpu-offload` needs the peak without the kinds in host memory.
 - `CommDebugMode` counts calls by operator: without bytes, without the ranks that take part, and
   without messages from rank to rank.
 """
@@ -74,7 +74,7 @@ _SAME_FLOPS = {
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees all operations on plain tensors while it is entered, in backward passes too."""
+    """Sees all operations on plain tensors while entered, including backward passes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operations on tensors that wrap others, such as DTensors, come again in parts.
+        # Operations on wrapper tensors, such as DTensors, are dispatched again for their parts.
         if wraps_others(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -101,14 +101,14 @@ def wraps_others(types: Sequence[type]) -> bool:
 
 
 class Flops(OperationCounter):
-    """Counts matrix products and attention by torch's own formulas."""
+    """Counts matrix products and attention with torch's formulas."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the operation's formula."""
+        """Add the operation's FLOPs."""
         operation = func._overloadpacket
         formula = flop_registry.get(_SAME_FLOPS.get(operation, operation))
         if formula is not None:
@@ -116,15 +116,15 @@ class Flops(OperationCounter):
 
 
 class Memory(OperationCounter):
-    """Records how large each storage is, and when.
+    """Records the size of each storage over time.
 
-    The purpose of a storage is often known only later, a gradient's for instance. So the counter
-    keeps a log of sizes, and `peak()` reads the log from its start.
+    The purpose of a storage, such as a gradient, is often known only later. So the counter keeps a
+    log of sizes, and `peak()` reads the log from its start.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # (number of a storage, by how much it has grown), in the order of time.
+        # (number of a storage, growth in bytes), in chronological order.
         self._log: list[tuple[int, int]] = []
         self._kinds: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
@@ -132,7 +132,7 @@ class Memory(OperationCounter):
         self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __enter__(self) -> "Memory":
-        """Watch `resize_` as well, which is no operation: FSDP empties and refills storages."""
+        """Also watch `resize_`, a storage method that FSDP uses to empty and refill storages."""
         resize = torch.UntypedStorage.resize_
 
         def recorded(storage: torch.UntypedStorage, size: int) -> Any:
@@ -212,7 +212,7 @@ class Exchange:
     ranks: tuple[int, ...]
     """The ranks that take part."""
     payload: int
-    """Bytes of one call: of the whole, which every rank, or one, has before or after it."""
+    """Bytes of one call: the whole buffer, which every rank, or one, has before or after it."""
 
     @property
     def sent(self) -> float:
@@ -256,7 +256,7 @@ class Traffic(OperationCounter):
         else:
             return
         if group.size() > 1:
-            # Of inputs and outputs, the larger: the whole.
+            # The larger of inputs and outputs is the whole buffer.
             values = [
                 *arguments.values(),
                 *(result if isinstance(result, (list, tuple)) else [result]),

@@ -1,7 +1,7 @@
 """A world of any size with one real process: tensors without memory, collectives without peers.
 
-torch brings both: `FakeTensorMode`, whose tensors have shapes only, and the `fake` process group,
-whose collectives return at once. Results that need other ranks are computed here.
+torch provides both: tensors of `FakeTensorMode` have shapes only, and collectives of the `fake`
+process group return at once. Results that need other ranks are computed here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -124,21 +124,21 @@ def keep_buckets(model: nn.Module) -> None:
 
 
 def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[object]]:
-    """List what works differently in a fake world, in torch and in our own code."""
+    """List the patches that a fake world needs in torch and in our own code."""
     make_mesh = DeviceMesh.__init__
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     assign_buckets = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 
     def mesh_of_real_numbers(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        # A mesh reads rank numbers from a tensor of its own.
+        # A mesh reads its rank numbers from a tensor, which must be a real one.
         with _disable_current_modes():
             if isinstance(ranks := kwargs.get("_rank_map"), FakeTensor):
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
             make_mesh(self, *args, **kwargs)
 
     def propagate_uncounted(self: ShardingPropagator, schema: Any) -> Any:
-        # DTensor runs each operation with the whole shape first, to find the shape of the result.
-        # These runs are no part of the step; on real ranks they use fake tensors, too.
+        # DTensor first runs each operation with the whole shape, to find the shape of the result.
+        # These runs do not count as part of the step; real ranks also use fake tensors for them.
         with _disable_current_modes():
             return propagate(self, schema)
 
@@ -160,7 +160,7 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
         return [[last - i for i in bucket] for bucket in buckets[::-1]], bounds[::-1]
 
     def chunks_with_one_empty(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
-        # Of thousands of ranks most get an empty chunk: one tensor serves all of them.
+        # With thousands of ranks, most chunks are empty: one tensor serves them all.
         chunks = list(torch.chunk(tensor, count, dim=dim))
         return chunks + [tensor.new_empty(0)] * (count - len(chunks))
 
@@ -192,7 +192,7 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         patch.object(adam, "_default_to_fused_or_foreach", foreach_as_on_a_gpu),
         patch.object(sgd, "_default_to_fused_or_foreach", foreach_as_on_a_gpu),
-        # A fake tensor has no address; its storage shows with which tensors it shares memory.
+        # A fake tensor has no address; its storage identifies tensors that share memory.
         patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         # Fake tensors have no contents that could differ between ranks.
         patch.object(consistency, "fingerprint", lambda tensor: ""),
@@ -200,7 +200,7 @@ def _replacements(stage_inputs: StageInputs) -> list[AbstractContextManager[obje
         # The check reads shapes out of tensors, and no other rank's shapes could differ.
         patch.object(distributed, "_verify_param_shape_across_processes", lambda *_: None),
         patch.object(dist, "_compute_bucket_assignment_by_size", rebuilt_buckets),
-        # As on a GPU, whose kernel leaves out the triangle itself and needs no mask.
+        # A GPU kernel skips the triangle itself and needs no mask.
         patch.object(cp, "causal_lower_right", lambda *sizes: None),
         patch.object(_fsdp_param, "_chunk_with_empty", chunks_with_one_empty),
         patch.object(Relay, "run", run_own_stages),

@@ -1,4 +1,4 @@
-"""What a dry run finds out: as data, as JSON for programs, and as tables for people."""
+"""The findings of a dry run: as data, as JSON for programs, and as tables for people."""
 
 import dataclasses
 import math
@@ -22,12 +22,12 @@ NOTES = (
     "set; allow some GiB on a GPU. "
     "Communication: what FSDP gathers, gradients until it shares them out, buffers of exchanges.",
 )
-"""Figures that are not measured on the strategy's own code, or differ on real devices."""
+"""Figures that are not measured on the strategy's code, or that differ on real devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What a rank exchanges along some axes in one kind of collective, in one step."""
+    """Traffic of one rank along some axes in one kind of collective, per step."""
 
     axes: str
     """Along which axes of the mesh, such as `dp_shard x cp`."""
@@ -40,7 +40,7 @@ class Flow:
     payload: float
     """Bytes of all calls: the whole buffer that is gathered, reduced or sent."""
     sent: float
-    """Bytes that the rank sends, if rings are used."""
+    """Bytes that the rank sends with ring algorithms."""
     crosses_nodes: bool
     """Whether the ranks are on several nodes."""
 
@@ -62,9 +62,9 @@ class Findings:
     schedule: str | None
     """The pipeline's schedule, if there is a pipeline."""
     parameters: int
-    """Numbers of the whole model."""
+    """Number of parameters of the whole model."""
     ranks: Sequence[RankCost]
-    """The rank with the most to do, of each stage."""
+    """Cost of the rank with the most work in each stage."""
     bubbles: Mapping[str, float]
     """Share of the time that ranks of a pipeline wait, by schedule."""
     limit: int | None
@@ -72,7 +72,7 @@ class Findings:
     misfits: Sequence[str]
     """The problems of the plan."""
     no_proof: str
-    """Why the first start cannot be proved on such devices; empty: it can, or needs no proof."""
+    """Why the plan cannot be proved at the first start on such devices; empty: no problem."""
 
     @property
     def nodes(self) -> int:
@@ -80,7 +80,7 @@ class Findings:
         return math.ceil(self.layout.world_size / self.node_size)
 
     def neighbours(self, axis: str) -> list[int]:
-        """Number the ranks that rank 0 meets along an axis."""
+        """Return the ranks in rank 0's group along an axis."""
         sizes = self.layout.sizes()
         stride = math.prod(list(sizes.values())[list(sizes).index(axis) + 1 :])
         return [number * stride for number in range(sizes[axis])]
@@ -110,7 +110,7 @@ class Findings:
         return sorted(flows, key=lambda flow: -flow.payload)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it in JSON's types."""
+        """Return all findings as JSON types."""
         return {
             "task": self.task,
             "strategy": self.strategy,
@@ -140,7 +140,7 @@ class Findings:
         }
 
     def lines(self) -> Iterator[str]:
-        """Write tables and sentences for people."""
+        """Format the findings as tables and sentences for people."""
         for section in (self._plan, self._memory, self._traffic, self._work, self._verdict):
             yield from section()
             yield ""
@@ -242,7 +242,7 @@ class Findings:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Align columns: the first to the left, figures to the right."""
+    """Align columns: the first to the left, numbers to the right."""
 
     def is_figure(cell: str) -> bool:
         """Whether a column, by its last cell, has numbers: `12`, `1.5 GiB`, but not `0 4 8`."""

@@ -1,4 +1,4 @@
-"""A dry run from its configuration to its exit status; for a plan that does not fit, ways out."""
+"""A dry run, from configuration to exit status, with alternatives to a plan that does not fit."""
 
 import dataclasses
 import json
@@ -26,16 +26,16 @@ Try = Callable[[Config], int | None]
 """Rehearses another plan; returns the bytes of its worst rank, or None if it cannot work."""
 _Changes = dict[str, Any]
 _FACTORS = [2**power for power in range(1, 11)]
-"""Larger factors would be another plan, not a way out of this one."""
+"""Factors to try; larger ones would make another plan instead of fixing this one."""
 
 
 def show(config: Config, console: Console) -> int:
-    """Print what a plan takes; return the exit status 2 if it does not fit, else 0.
+    """Print the cost of a plan; return the exit status 2 if it does not fit, else 0.
 
     Raises:
         UsageError: the plan cannot work, or cannot be rehearsed.
     """
-    # First, since a rehearsal takes seconds.
+    # Read the limit first, since a rehearsal takes seconds.
     limit = None if config.device_memory is None else parse_size(config.device_memory)
     findings = examine(config, limit)
     if config.json:
@@ -46,7 +46,7 @@ def show(config: Config, console: Console) -> int:
 
 
 def examine(config: Config, limit: int | None = None) -> Findings:
-    """Rehearse a plan on as many ranks as its sizes say, whose devices have `limit` bytes.
+    """Rehearse a plan on as many ranks as its sizes say; their devices have `limit` bytes.
 
     Raises:
         UsageError: the plan cannot work, or cannot be rehearsed.
@@ -229,7 +229,7 @@ def _sharding(rank: RankCost, limit: int, config: Config, layout: Layout) -> Ite
 
 
 def _sizes(rank: RankCost, rehearsed: int, limit: int) -> Iterator[int]:
-    """Yield smaller numbers of samples whose activations, in proportion, leave enough room."""
+    """Yield smaller sample counts that fit, assuming activations proportional to the count."""
     activations = rank.memory[ACTIVATIONS]
     others = rank.total - activations
     for factor in _FACTORS:

@@ -56,19 +56,19 @@ class RankCost:
     rank: int
     """Number of the rank."""
     micro_batches: int
-    """In how many parts the rank works on its share."""
+    """Number of parts in which the rank processes its share."""
     micro_batch: int
     """Samples of the largest part."""
     eval_batch: int
-    """Samples of a batch of an evaluation."""
+    """Samples in an evaluation batch."""
     gradient_sync: GradientSync | None
     """When gradients are reduced, if parameters are sharded."""
     peak: str
-    """When the device holds most: `training` or `evaluation`."""
+    """When device memory peaks: in `training` or `evaluation`."""
     memory: Mapping[str, int]
-    """Bytes of the device at that peak by kind, see `counters`."""
+    """Bytes of device memory at that peak by kind, see `counters`."""
     host_memory: Mapping[str, int]
-    """Bytes of the host at that peak, with `--cpu-offload`."""
+    """Bytes of host memory at that peak, with `--cpu-offload`."""
     flops: float
     """Floating-point operations of matrix products and attention."""
     traffic: Mapping[Exchange, float]
@@ -81,12 +81,12 @@ class RankCost:
 
 
 class Rehearsal:
-    """A plan whose ranks are rehearsed, one after the other."""
+    """Rehearses the ranks of a plan, one after the other."""
 
     def __init__(self, config: Config, task: Task, rank_info: RankInfo) -> None:
         """Describe the plan; `rank_info` holds the number of ranks, and the size of the nodes."""
         self.layout = config.layout_on(rank_info)
-        # The first two change how a run starts only, and the first needs the plan's devices.
+        # The first two only change how a run starts, and the first needs the plan's devices.
         self._config = dataclasses.replace(config, meta_init=False, compile=False, dry_run=True)
         self._task, self._rank_info = task, rank_info
         self._sample = source_of(task.train()).take(torch.zeros(1, dtype=torch.int64))
@@ -94,9 +94,9 @@ class Rehearsal:
         self._stage_inputs: StageInputs = {}
 
     def run(self) -> list[RankCost]:
-        """Rehearse the rank of each stage that has the most to do.
+        """Rehearse the rank with the most work in each stage.
 
-        With `--cp-method allgather` it is the one with the last part of a sequence.
+        With `--cp-method allgather` that is the rank with the last part of a sequence.
         """
         layout = self.layout
         if layout.pp > 1 and self._config.pp_schedule not in split.ONE_STAGE:
@@ -116,8 +116,8 @@ class Rehearsal:
             count = strategy.micro_batches()
             size = math.ceil(share / count)
             steps = list(self._steps(strategy, count))
-            # First of all what happens only once: the optimizer's state, schedules, caches.
-            # PowerSGD begins after some steps.
+            # First run the one-time work: the optimizer's state, schedules, caches. PowerSGD starts
+            # after some steps.
             once = 12 if self._config.comm_hook == "powersgd" else 1
             for batches, number, _ in steps[:1] * once:
                 step.make(self._batch(size * batches), batches, number)
@@ -155,9 +155,9 @@ class Rehearsal:
         )
 
     def _steps(self, strategy: Strategy, count: int) -> Iterator[tuple[int, int, float]]:
-        """Choose steps to make: numbers of micro-batches and of the step, and how much it counts.
+        """Choose the steps to rehearse: micro-batches, number of the step, and its weight.
 
-        The cost of many micro-batches is that of one, plus as often what a second one adds to it.
+        Each micro-batch after the first costs as much as a second one adds to a single one.
         """
         sizes = [(count, 1.0)]
         if count > ENOUGH and isinstance(strategy, WholeModel) and self._config.reduce == "fast":
@@ -174,8 +174,8 @@ class Rehearsal:
     def _find_stage_inputs(self) -> None:
         """Find the inputs of each stage, for ranks with several stages.
 
-        Such a rank needs the results of others before they are computed. So the
-        same stages are run once, each on a rank of its own.
+        Such a rank needs the results of other ranks before they are computed. So the same stages
+        are first run once with one stage per rank.
         """
         config, count = self._config, split.stage_count(self._config.pp_schedule, self.layout.pp)
         micro_batches = split.micro_batches(config, self.layout)
@@ -205,7 +205,7 @@ class Rehearsal:
 
 
 class _Step:
-    """A step of the training loop, as far as other ranks or memory are concerned."""
+    """The part of a training step that affects other ranks or memory."""
 
     def __init__(self, parts: Parts, memory: Memory) -> None:
         self._parts, self._memory = parts, memory
@@ -214,7 +214,7 @@ class _Step:
             keep_buckets(self.strategy.run)
         self._optimizer = NamedOptimizer(self.strategy.named_parameters(), parts.config)
         if parts.config.optimizer == "adamw" and not parts.config.cpu_offload:
-            # One kernel for all, without tensors in between, as where parameters are on a GPU.
+            # Use one kernel for all, without temporary tensors, as for parameters on a GPU.
             for group in self._optimizer._optimizer.param_groups:
                 group["fused"] = True
         self.strategy.bind(self._optimizer)
@@ -224,7 +224,7 @@ class _Step:
     def make(self, share: Batch, batches: int, number: int) -> None:
         strategy, config = self.strategy, self._parts.config
         strategy.begin_step(number)
-        # Not 1: a multiplication that every real step makes would be left out.
+        # Not 1, which would skip a multiplication that every real step makes.
         strategy.accumulate(share.split_into(batches), 0.5)
         # Loss, count, stop requests, whether other parameters than before are left out or written.
         self._parts.group.sum([0.0] * 5)
@@ -254,7 +254,7 @@ def bubbles(pp: int, micro_batches: int) -> dict[str, float]:
 
 
 def bubble(schedule: str, pp: int, micro_batches: int) -> float:
-    """Play torch's schedule through, as if all stages were equal and messages took no time.
+    """Simulate torch's schedule, assuming equal stages and instant messages.
 
     >>> round(bubble("1F1B", 4, 12), 2)  # (4 - 1) / (12 + 4 - 1)
     0.2
@@ -262,11 +262,11 @@ def bubble(schedule: str, pp: int, micro_batches: int) -> float:
     queues = _actions(schedule, pp, micro_batches)
     clocks, work = [0.0] * pp, 0.0
     last = split.stage_count(schedule, pp) - 1
-    # When a pass was done, by ("forward" or "backward", stage, number of the micro-batch).
+    # End time of a pass, by ("forward" or "backward", stage, number of the micro-batch).
     ends: dict[_Action, float] = {}
 
     def start_of(action: _Action) -> float | None:
-        """Return the time from which an action can begin, if it is known."""
+        """Return the earliest start time of an action, if it is known."""
         kind, stage, number = action
         if kind == "FORWARD":
             return 0.0 if stage == 0 else ends.get(("forward", stage - 1, number))
@@ -294,7 +294,7 @@ def _actions(schedule: str, pp: int, micro_batches: int) -> list[list[_Action]]:
     if schedule not in split.ONE_STAGE:
         ranks = get_schedule_ops(schedule, pp, micro_batches)
         return [[flat for action in actions for flat in _flat(action)] for actions in ranks]
-    # Not torch's own list: of 1F1B, it misnumbers micro-batches on all ranks but the first.
+    # Not torch's list: for 1F1B, it misnumbers micro-batches on all ranks except the first.
     orders = []
     for rank in range(pp):
         forward = [("FORWARD", rank, number) for number in range(micro_batches)]

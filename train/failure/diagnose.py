@@ -1,6 +1,6 @@
-"""Which part of a task has failed, and on what: read off the traceback.
+"""Finding the failed part of a task and its inputs from the traceback.
 
-Its frames still hold their arguments. So nothing has to be noted while all goes well.
+The traceback's frames still hold their arguments, so a run without failures records nothing.
 """
 
 import inspect
@@ -21,9 +21,9 @@ from ..tasks.base import Task
 METHODS = [n for n, m in vars(Task).items() if inspect.isfunction(m) and not n.startswith("_")]
 _PACKAGE = __name__.partition(".")[0]
 ALONE = ("model", "train", "test", "identity", "weights")
-"""In these methods a rank talks to no other, so that no error there is an echo."""
+"""Task methods without communication: no error in them is an echo of another rank's."""
 NOTE = re.compile(r"^in sample (\d+)$", re.MULTILINE)
-"""What `data.loader` adds to an exception."""
+"""The note that `data.loader` adds to an exception."""
 HINTS = {
     "OutOfMemoryError: ": (
         "a smaller --micro-batch, or --activation-checkpointing, takes less memory; in an "
@@ -44,22 +44,22 @@ class FailedPart:
     """The activity during which an exception was raised."""
 
     name: str = "the run"
-    """Such as `loss()`."""
+    """Name of the activity, such as `loss()`."""
     layer: str = ""
-    """The layer whose forward pass has failed, by name and type."""
+    """Name and type of the layer with the failed forward pass."""
     given: str = ""
-    """The tensors that it was working on."""
+    """Inputs of the failed call, with their shapes."""
     alone: bool = False
-    """Whether no other rank can have brought it about."""
+    """Whether no other rank can have caused the failure."""
     on_a_batch: bool = True
-    """Whether it was working on one batch."""
+    """Whether the activity was working on one batch."""
 
 
 def part_of(error: BaseException) -> FailedPart:
     """Find the innermost part of a task on the way to an error."""
     frames = _frames(error)
     if loader := [f.f_code.co_name for f in frames if _module(f) == "data.loader"]:
-        # The loader has added a note; a process that reads ahead has its traceback in the message.
+        # The loader has added a note; the message of a data worker's error contains its traceback.
         notes = "\n".join([*getattr(error, "__notes__", ()), str(error)])
         name = "putting samples together" if "_collate" in loader else "reading samples"
         if note := NOTE.search(notes):
@@ -84,7 +84,7 @@ def part_of(error: BaseException) -> FailedPart:
 
 
 def describe(error: BaseException, task: Task | None, progress: TrainingProgress | None) -> str:
-    """Describe in a line which part of a task has failed, when, and on what."""
+    """Describe in one line the failed part of a task, the moment, and the inputs."""
     part, frames = part_of(error), _frames(error)
     of_task = "" if task is None else f" of task {task.name!r}"
     sentences = [f"{part.name}{of_task} failed {_moment(frames, progress)}", part.given]
@@ -110,7 +110,7 @@ def explain(error: BaseException, task: Task | None, progress: TrainingProgress 
 
 
 def is_ours_alone(error: BaseException) -> bool:
-    """Whether an error that looks like an echo comes from where no other rank is involved."""
+    """Whether an error that looks like an echo comes from code without communication."""
     with suppress(Exception):
         return part_of(error).alone
     return False
@@ -122,7 +122,7 @@ def modules_of(error: BaseException) -> set[str | None]:
 
 
 def in_short(error: BaseException) -> str:
-    """Return an exception's type and message; of a process that reads ahead, those of its own."""
+    """Return an exception's type and message; if a data worker failed, those of the worker."""
     text = f"{type(error).__name__}: {error}"
     if not text.partition(": ")[2].startswith("Caught "):
         return text
@@ -130,7 +130,7 @@ def in_short(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Name what has failed, with its layer or parameter, as far as the traceback tells."""
+    """Name the failed activity, with its layer or parameter, as far as the traceback shows it."""
     part = part_of(error)
     name = "" if part.name == FailedPart.name else part.name
     layer = part.layer or _worked_on(_frames(error))
@@ -138,7 +138,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _worked_on(frames: Sequence[FrameType]) -> str:
-    """Name the layer or parameter that the innermost function with one works on."""
+    """Name the layer or parameter in the innermost function that has one."""
     names = _names(frames)
     for frame in reversed(frames):
         for value in frame.f_locals.values():
@@ -156,7 +156,7 @@ def _names(frames: Sequence[FrameType]) -> dict[int, str]:
     model = max(models, key=lambda one: sum(1 for _ in one.modules()), default=nn.Module())
     names = {}
     for name, part in (*model.named_modules(), *model.named_parameters()):
-        # Leave out what torch has wrapped the model in.
+        # Leave out the names of torch's wrappers around the model.
         if plain := re.sub(r"^((module|_orig_mod)(\.|$))+", "", name):
             kind = f" ({type(part).__name__})" if isinstance(part, nn.Module) else ""
             names[id(part)] = f"{'layer' if kind else 'parameter'} {plain!r}{kind}"
@@ -164,7 +164,7 @@ def _names(frames: Sequence[FrameType]) -> dict[int, str]:
 
 
 def _layer(frames: Sequence[FrameType]) -> tuple[str, FrameType] | None:
-    """Name the layer whose forward pass has failed, and return its frame."""
+    """Name the layer with the failed forward pass, and return its frame."""
     for frame in reversed(frames):
         layer = _receiver(frame)
         if isinstance(layer, nn.Module) and frame.f_code.co_name == "forward":
@@ -184,13 +184,13 @@ def _moment(frames: Sequence[FrameType], progress: TrainingProgress | None) -> s
         return "before the first step"
     if "model.evaluation" in modules:
         return f"in the evaluation after step {progress.step}"
-    # The trainers of a parameter server are each at a step of their own.
+    # Each trainer of a parameter server has its own step.
     ticket = next((f.f_locals["ticket"] for f in frames if "ticket" in f.f_locals), None)
     return f"at step {getattr(ticket, 'update', progress.step) + 1} of {progress.steps}"
 
 
 def _batch(frames: Sequence[FrameType]) -> Batch | None:
-    """Find the batch in the innermost of our frames that has one; of micro-batches, the first."""
+    """Find the batch in the innermost of our frames that has one; the first of micro-batches."""
     for frame in reversed(frames):
         if _module(frame) is not None:
             for value in frame.f_locals.values():
@@ -212,7 +212,7 @@ def _frames(error: BaseException) -> list[FrameType]:
 
 
 def _module(frame: FrameType) -> str | None:
-    """Return the name of a module of ours below this package, which a wheel calls otherwise."""
+    """Return the name of our module relative to this package: a wheel renames the package."""
     package, _, name = str(frame.f_globals.get("__name__", "")).partition(".")
     return name if package == _PACKAGE else None
 

@@ -1,7 +1,7 @@
-"""What a rank does when its run fails: it records the failure, and reports it.
+"""Recording and reporting a failure of the run.
 
-It reports to people once per machine, and to torchrun, which prints at its end what each failed
-rank has left in its error file, and takes the earliest of them for the root cause.
+Each machine reports to people once. Each rank also reports to torchrun, through its error file:
+torchrun prints these files at its end, and takes the earliest one for the root cause.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 ECHO_S = 10
-"""An echo gets a date that much later, so that its cause comes first: torchrun counts in seconds,
-and dates a killed rank by when torchrun has noticed its end."""
+"""An echo is dated this much later, so that its cause comes first: torchrun counts in seconds, and
+dates a killed rank by the time when it notices the end of the process."""
 
 _AGREED = (NonFiniteLoss, FencedError, CheckpointError, ProofError, ReplicaError)
-"""What all ranks raise alike."""
+"""Errors that all ranks raise together."""
 _kept: list[BaseException] = []
 
 
@@ -51,11 +51,11 @@ def fail(
     progress: TrainingProgress | None,
 ) -> int:
     """Record and report a failure; return the exit status."""
-    # Only here, as it imports torch.
+    # Import this late, as it imports torch.
     from .diagnose import explain, in_short, is_ours_alone
 
-    # The traceback's frames hold tensors that DDP has given to gloo. Freeing those may wait for
-    # ever: a thread that still has them waits for Python's lock meanwhile.
+    # The traceback's frames hold tensors that DDP has given to gloo. Freeing them may deadlock: a
+    # thread that still uses them waits for the GIL meanwhile.
     _kept.append(error)
     rank_info = directory.rank_info
     if rank_info.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
@@ -65,7 +65,7 @@ def fail(
         tell_echo(rank_info, text)
         return EXIT_FAILED
     if isinstance(error, TrainError):
-        # All ranks raise this one at the same step: none of them is the culprit, and rank 0 writes.
+        # All ranks raise these errors at the same step: none is the cause, and rank 0 records it.
         agreed = isinstance(error, _AGREED)
         if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
             rank = None if agreed else rank_info.rank
@@ -103,7 +103,7 @@ def report(error: BaseException, rank_info: RankInfo, task: "Task | None") -> in
 
 
 def lost(error: BaseException, progress: TrainingProgress | None) -> str:
-    """Return what a rank knows when another one has gone."""
+    """Describe the loss of another rank, as seen by this one."""
     if isinstance(error, PeerError):
         return f"ends because of others: {error}"
     moment = "before the first step"
@@ -117,7 +117,7 @@ def lost(error: BaseException, progress: TrainingProgress | None) -> str:
 
 
 def unwritable(error: BaseException, run_dir: Path) -> str:
-    """Return the fault of a file of the run directory, if the error concerns one."""
+    """Describe the problem with a file in the run directory, if that is the cause; else ''."""
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return ""
     if not Path(error.filename).is_relative_to(run_dir):
@@ -136,7 +136,7 @@ def record(
     *,
     rank: int | None,
 ) -> None:
-    """Record a failure: `fatal` for a cause, `retryable` for the echo of one elsewhere."""
+    """Record a failure: `fatal` for a cause, `retryable` for its echo on another rank."""
     old = directory.read_outcome()
     if progress is None:
         progress = TrainingProgress(steps=0)
@@ -159,7 +159,7 @@ def tell(rank_info: RankInfo, text: str, *, trace: str = "", summary: str = "") 
     Args:
         rank_info: the rank that has the error.
         text: the message.
-        trace: a traceback to print before the message; then the error is this rank's own.
+        trace: a traceback to print before the message, for an error of this rank.
         summary: the message for torchrun, if it differs from the text.
     """
     reporter = _first_reporter(rank_info, text, own=bool(trace))
@@ -191,15 +191,15 @@ def _print(rank_info: RankInfo, text: str, *, own: bool, trace: str = "") -> Non
         origin = f"rank {rank_info.rank}: "
     elif rank_info.rank != rank_info.local_rank:
         origin = f"on {socket.gethostname()}: "
-    # In one write: ranks that share a terminal would mix their lines.
+    # Use one write: otherwise ranks that share a terminal would mix their lines.
     print(f"{trace}train: {origin}{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def _first_reporter(rank_info: RankInfo, text: str, *, own: bool) -> str:
-    """Return the rank of this machine that has reported the same before; empty for none."""
+    """Return the rank of this machine that has already reported the same; empty for none."""
     common = _common_path(rank_info)
     if common is None:
-        # No rank can know of the others: rank 0 reports an error that all ranks have.
+        # Ranks cannot see each other's reports: rank 0 reports an error of all ranks.
         return "" if own or rank_info.rank == 0 else "rank 0"
     note = common.with_name(f"{common.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
     try:
@@ -216,7 +216,7 @@ def _first_reporter(rank_info: RankInfo, text: str, *, own: bool) -> str:
 
 
 def _common_path(rank_info: RankInfo) -> Path | None:
-    """Find a path that the ranks of this machine, and no others, have in this try."""
+    """Find a path that only the ranks of this machine share in this try."""
     if error_file := os.environ.get(ERROR_FILE):
         own = Path(error_file).parent
         # torchrun's FOLDER/attempt_0/LOCAL_RANK/error.json. When attempt_0 was changed last tells

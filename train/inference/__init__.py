@@ -1,1 +1,1 @@
-"""Using a trained model: evaluation and prediction over all ranks, beside a run that may go on."""
+"""Using a trained model: evaluation and prediction over all ranks, even while the run is active."""

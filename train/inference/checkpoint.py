@@ -1,7 +1,7 @@
-"""The checkpoint whose weights are used: which one, whether it fits, and how it is loaded.
+"""Choosing, checking and loading the checkpoint for evaluation or prediction.
 
-Nothing is written in the run directory, not even for a moment: it may be read-only, or the run may
-be going on in it, and remove checkpoints meanwhile.
+Nothing is written to the run directory, not even temporarily: it may be read-only, or an active run
+may be using it and removing checkpoints.
 """
 
 import hashlib
@@ -21,39 +21,39 @@ from ..rundir.console import Console
 from ..runtime.process_group import RankGroup
 
 TRIES = 5
-"""How often to look again because the run has removed the checkpoint that was about to be read."""
+"""Number of tries to find a checkpoint, as an active run may remove one before it is read."""
 _SETTINGS = {field.name for field in fields(Config)} - {"task"}
-"""Fields of a run's identity that say how it was trained, rather than what."""
+"""Fields of a run's identity that describe how it was trained, not the task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """The checkpoint whose weights a strategy has."""
+    """The checkpoint that a strategy's weights come from."""
 
     path: Path
-    """Where it lies."""
+    """Directory of the checkpoint."""
     step: int
     """Optimizer steps made."""
     manifest_sha256: str
-    """Digest of its manifest, which has a digest of each file."""
+    """Digest of its manifest, which contains a digest of each file."""
 
 
 def load(
     strategy: Strategy, group: RankGroup, identity: Mapping[str, object], console: Console
 ) -> LoadedCheckpoint:
-    """Give a strategy the weights of the newest whole checkpoint, or that of `--checkpoint`.
+    """Load the newest whole checkpoint, or that of `--checkpoint`, into a strategy's model.
 
     All ranks call this at once.
 
     Args:
-        strategy: its model is filled in place, however the ranks that wrote it were arranged.
+        strategy: its model is filled in place, whatever mesh wrote the checkpoint.
         group: the ranks.
-        identity: of the task; the checkpoint must have the same, or be of the task `--adopt` names.
-        console: damaged checkpoints that are passed over are reported here.
+        identity: of the task; the checkpoint must have the same, or name the task of `--adopt`.
+        console: reports damaged checkpoints that are skipped.
 
     Raises:
-        UsageError: on all ranks; there is no checkpoint, or it is of another task or model.
-        CheckpointError: on all ranks; it cannot be read.
+        UsageError: on all ranks; no checkpoint was found, or it belongs to another task or model.
+        CheckpointError: on all ranks; the checkpoint cannot be read.
     """
     config = strategy.parts.config
     for last in [False] * (TRIES - 1) + [True]:
@@ -88,13 +88,13 @@ def load(
 
 
 def _all_see_one(config: Config, group: RankGroup) -> bool:
-    """Whether all ranks see the same files; a training leaves a mark there and looks for it."""
+    """Whether all ranks see the same files; unlike training, this leaves no mark in the folder."""
     seen: tuple[object, ...] | None = None
     for position in store.list_committed(config.directory)[:1]:
         try:
             path = position.path(config.directory) / store.MANIFEST
             status = path.stat()
-            # Copies on other nodes differ in the number of the file, or in its time.
+            # Copies on other nodes differ in inode number or modification time.
             seen = (position, status.st_ino, status.st_mtime_ns, _digest(path.parent))
         except (OSError, CheckpointError):
             continue
@@ -105,7 +105,7 @@ def _all_see_one(config: Config, group: RankGroup) -> bool:
 def _choose(
     config: Config, group: RankGroup, console: Console, *, shared: bool
 ) -> tuple[Position, int]:
-    """Agree on a checkpoint, and on the rank that reads it where not all can."""
+    """Agree on a checkpoint, and on the rank that reads it if not all can."""
     run_dir, step = config.directory, config.checkpoint
     sightings, source = recovery.find(run_dir, group, shared=shared, attempt=math.inf, step=step)
     damage = sorted({reason for sighting in sightings for _, reason in sighting.damaged})
@@ -130,7 +130,7 @@ def _choose(
 
 
 def _check_task(state: State, identity: Mapping[str, object], config: Config, path: Path) -> None:
-    """Refuse a checkpoint of another task; how it was trained does not matter."""
+    """Refuse a checkpoint of another task; training settings may differ."""
     there = {name: value for name, value in state.identity.items() if name not in _SETTINGS}
     if config.adopt is not None and there.get("task") == config.adopt:
         return

@@ -1,8 +1,8 @@
-"""The file of predictions, and the parts that it is put together from.
+"""The prediction file, and its assembly from parts.
 
-FILE.parts/{command.json,part-<NNNNNN>.jsonl} until all parts are there; then FILE and
-FILE.command.json. A part holds the predictions of some successive batches. Which ones depends on
-the data and the batch alone, so any ranks can go on where others were killed.
+FILE.parts/{command.json,part-<NNNNNN>.jsonl} exist until all parts are complete; then FILE and
+FILE.command.json. A part holds the predictions of successive batches. The division into parts
+depends only on the data and the batch size, so any ranks can continue after others were killed.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from ..rundir.jsonl import dump
 
 VERSION = 1
 MOST_PARTS = 1024
-"""A kill costs each rank a thousandth of all work at most, and no folder has too many files."""
+"""Limit on parts: a kill costs each rank at most a thousandth of all work, and the folder stays
+small."""
 COMMAND = "command.json"
 BLOCK_BYTES = 1 << 20
 VISIBLE_S = 60.0
@@ -31,7 +32,7 @@ VISIBLE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """How samples are cut into batches, and batches put together in parts."""
+    """How samples are divided into batches, and batches grouped into parts."""
 
     samples: int
     """How many samples there are."""
@@ -68,21 +69,21 @@ class Partition:
 
 
 class PredictionFile:
-    """A file of predictions in the making."""
+    """A prediction file while its parts are written."""
 
     def __init__(self, path: Path, partition: Partition, command: Mapping[str, object]) -> None:
-        """Describe the file; `command` is all that decides on its bytes, as JSON can hold it."""
+        """Describe the file; `command`: everything that determines its bytes, as JSON types."""
         self.path, self.partition = path, partition
         self.folder = Path(f"{path}.parts")
         self._record_path = Path(f"{path}.{COMMAND}")
         self._command = {"version": VERSION, **command}
 
     def begin(self) -> list[int] | None:
-        """Return the parts that are still to be made, or None if the file is there already.
+        """Return the missing parts, or None if the file is already complete.
 
         Raises:
-            UsageError: another file is there, or parts of another command, or nothing can be
-                written there.
+            UsageError: the file or its parts belong to another command, or the path is not
+                writable.
         """
         path, folder = self.path, self.folder
         try:
@@ -107,7 +108,7 @@ class PredictionFile:
         """Write a part atomically.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the part cannot be written.
         """
         try:
             write_atomically(self._part(part), "".join(f"{line}\n" for line in lines))
@@ -115,13 +116,13 @@ class PredictionFile:
             raise self._unwritable(error) from error
 
     def join(self) -> None:
-        """Put all parts together, in their order, and remove them.
+        """Concatenate all parts in order, and remove them.
 
         Raises:
             OutputError: a part is missing, or the file cannot be written.
         """
         try:
-            # In the folder, so that what a kill leaves of it is removed along with it.
+            # Write the draft in the folder: it is removed along with the folder after a kill.
             draft = draft_of(self.folder / "joined")
             digest, count = hashlib.sha256(), 0
             with draft.open("wb") as file:
@@ -138,7 +139,7 @@ class PredictionFile:
             draft.replace(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
-        # It is whole now, whatever becomes of the parts.
+        # The file is complete now, even if removing the parts fails.
         with suppress(OSError):
             shutil.rmtree(self.folder)
 
@@ -146,7 +147,7 @@ class PredictionFile:
         return self.folder / f"part-{part:06d}.jsonl"
 
     def _check_finished(self) -> None:
-        """Refuse a file that is not this command's own result."""
+        """Refuse a file that is not the result of this command."""
         try:
             record = untrusted.read_object(self._record_path)
             proof = untrusted.mapping(record.pop("output", None))
@@ -162,7 +163,7 @@ class PredictionFile:
             same = same and hashlib.file_digest(file, "sha256").hexdigest() == proof.get("sha256")
         if not same:
             raise self._refused("the file exists, and has been changed since it was written")
-        # A kill may have come before they were removed.
+        # A kill may have prevented their removal.
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _refused(self, text: str, lines: Iterable[str] = ()) -> UsageError:
@@ -172,7 +173,7 @@ class PredictionFile:
         )
 
     def _check_command(self) -> None:
-        """Refuse parts that another command has made; note whose the parts will be."""
+        """Refuse parts that another command has made; else record this command."""
         try:
             there = untrusted.read_object(self.folder / COMMAND)
         except FileNotFoundError:
@@ -196,7 +197,7 @@ class PredictionFile:
             )
 
     def _is_whole(self, part: int) -> bool:
-        """Whether a part is there with a line for each of its samples."""
+        """Whether a part exists and has a line for each of its samples."""
         samples = self.partition.samples_of(self.partition.batches_of(part))
         try:
             with os.fdopen(untrusted.open_file(self._part(part)), "rb") as file:

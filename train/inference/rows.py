@@ -1,4 +1,4 @@
-"""Predictions, sample by sample: batches through the model, and their outputs as lines of JSON."""
+"""Predictions per sample: forward passes over batches, and their outputs as lines of JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,25 +24,24 @@ class Pass:
     """A forward pass of this rank."""
 
     part: int | None
-    """The part that this rank is making; None: there are fewer than ranks."""
+    """The part that this rank writes; None: there are fewer parts than ranks."""
     batch: int
     """The number of its batch."""
     samples: range
     """The numbers of its samples."""
     counts: bool
-    """Whether its outputs are wanted: other ranks may still have batches when this one has none."""
+    """Whether its outputs are used: other ranks may still have batches when this one has none."""
     closes: bool
-    """Whether the parts of all ranks are complete then."""
+    """Whether this pass completes the parts of all ranks."""
 
 
 def passes(
     partition: Partition, missing: Sequence[int], *, shard: int, shards: int
 ) -> Iterator[Pass]:
-    """Yield one rank's passes through the missing parts, as many as every other rank.
+    """Yield one rank's passes over the missing parts; all ranks get the same number of passes.
 
-    Models that are cut exchange something in each pass, so all ranks must make as many. Every batch
-    is the same for any number of ranks: so are the bits of its outputs, where they are computed in
-    the same way.
+    Sharded models communicate in each pass, so all ranks must make the same number. Every batch is
+    the same for any number of ranks. So are the bits of its outputs, if computed in the same way.
     """
     for start in range(0, len(missing), shards):
         together = missing[start : start + shards]
@@ -65,10 +64,10 @@ def passes(
 def predict(
     task: Task, strategy: Strategy, test: Source, plan: Sequence[Pass], *, seed: int
 ) -> Iterator[tuple[Pass, list[str] | None]]:
-    """Make passes; yield each with the lines of its samples, None where they are not wanted here.
+    """Make passes; yield each with the lines of its samples, or None if this rank needs none.
 
     Raises:
-        UsageError: the task gives no predictions that could be written, sample by sample.
+        UsageError: the task's predictions cannot be written per sample.
     """
     device = strategy.parts.group.device
     seed = seed_of("predict", seed)
@@ -82,10 +81,10 @@ def predict(
 
 
 def lines(task: Task, outputs: Tree, batch: Batch, samples: range) -> list[str]:
-    """Write the predictions for a batch, a line of JSON for each sample.
+    """Format the predictions for a batch, one line of JSON per sample.
 
     Raises:
-        UsageError: they are no values by name, one for each sample.
+        UsageError: the predictions are not a mapping of names to one value per sample.
     """
     tensors = tensors_of(outputs)
     targets = batch.targets
@@ -116,7 +115,7 @@ def lines(task: Task, outputs: Tree, batch: Batch, samples: range) -> list[str]:
 
 
 def _rows(value: object, count: int, what: str) -> list[object]:
-    """Take a tree of tensors, or a list with an entry for each sample, apart by sample."""
+    """Split a tree of tensors, or a list with one entry per sample, by sample."""
     if isinstance(value, Tensor):
         if value.dim() == 0 or len(value) != count:
             raise UsageError(
@@ -144,10 +143,10 @@ def _rows(value: object, count: int, what: str) -> list[object]:
 
 
 def _numbers(tensor: Tensor) -> list[object]:
-    """Turn a tensor into lists of numbers; those in single precision as short as they can be.
+    """Turn a tensor into lists of numbers; format float32 as briefly as possible.
 
-    0.1 in single precision is 0.10000000149011612 in double. The shortest text that is read back as
-    the same number is half as long.
+    0.1 in float32 is 0.10000000149011612 in float64. The shortest text that is read back as the
+    same number is half as long.
     """
     tensor = tensor.detach().cpu()
     if tensor.dtype in (torch.bfloat16, torch.float16):

@@ -1,7 +1,7 @@
 """One use of a trained model: connect, load a checkpoint, evaluate or predict, report.
 
-It takes no claim and records nothing: the run may go on meanwhile, and its directory may be
-read-only. A stop may come at any moment, since nothing is lost by it.
+It takes no claim and records nothing: the run may be active, and its directory may be read-only. A
+stop request may arrive at any moment, since no work is lost.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ from .checkpoint import LoadedCheckpoint
 from .parts import Partition, PredictionFile
 
 PREDICTED = 64
-"""Samples of a forward pass of --predict, unless their number was given."""
+"""Default number of samples in a forward pass of --predict."""
 PROGRESS_S = 10.0
-"""Seconds between two lines about the progress."""
+"""Seconds between two progress lines."""
 
 
 def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Console) -> int:
     """Evaluate or predict as configured and return the exit status; a failure has been reported.
 
     Raises:
-        UsageError: there is no checkpoint, it does not fit, there is nothing to evaluate, or the
-            file cannot be written.
+        UsageError: the checkpoint is missing or does not fit, the test set is empty, or the
+            prediction file cannot be written.
     """
     hint = "" if config.predict is None else " to go on with the parts that are there"
 
@@ -59,8 +59,8 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
         task = tasks.load(config.task)
         with open_group(rank_info, config) as group:
             if group.device.type == "cpu" and (config.predict or config.reduce == "exact"):
-                # More threads cut sums in other pieces, and a single process may use more than a
-                # rank of several does.
+                # The number of threads changes how sums are divided, and a single process may use
+                # more threads than one of several ranks.
                 torch.set_num_threads(1)
             test = resident(
                 source_of(task.test(), workers=config.workers, task=task.name),
@@ -80,13 +80,13 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
             return EXIT_DONE
     except UsageError:
         raise
-    # A task that calls sys.exit() must not look as if all were done.
+    # A task that calls sys.exit() must not look like success.
     except (Exception, SystemExit) as error:
         return report(error, rank_info, task)
 
 
 def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strategy:
-    """Arrange the model on the ranks, still without its weights.
+    """Arrange the model on the ranks, without loading its weights.
 
     Raises:
         UsageError: the model cannot be split by the layout.
@@ -96,7 +96,7 @@ def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strat
         try:
             split.check(config, layout)
         except UsageError:
-            # The batches of a training that had no stages.
+            # Use the batch size of training without stages.
             stages = split.stage_count(config.pp_schedule, layout.pp)
             batch = 2 * stages * layout.shards
             config = dataclasses.replace(config, global_batch=batch, micro_batch=1)
@@ -110,7 +110,7 @@ def prepare(config: Config, task: Task, group: RankGroup, test: Source) -> Strat
 def evaluate(
     config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, console: Console
 ) -> None:
-    """Measure on the whole test set, and print the metrics."""
+    """Evaluate on the whole test set, and print the metrics."""
     group, task = strategy.parts.group, strategy.task
     batch = batch_size(config, strategy)
     metrics = measure(task, strategy, group, test, batch=batch)
@@ -135,8 +135,8 @@ def predict(
     """Write the predictions for all test samples, in their order.
 
     Raises:
-        UsageError: on all ranks; another file is there, or parts of another command.
-        OutputError: something cannot be written.
+        UsageError: on all ranks; the file or its parts belong to another command.
+        OutputError: the file or a part cannot be written.
     """
     group, task = strategy.parts.group, strategy.task
     batch = config.eval_batch or config.micro_batch or PREDICTED
@@ -179,7 +179,7 @@ def predict(
 
 
 def _begin(file: PredictionFile, group: RankGroup) -> list[int] | None:
-    """Have rank 0 look at what is there; all ranks learn which parts are missing."""
+    """Let rank 0 check the existing files, and return the missing parts on all ranks."""
     missing: list[int] | None = None
     problem = ""
     if group.rank_info.rank == 0:
@@ -194,7 +194,7 @@ def _begin(file: PredictionFile, group: RankGroup) -> list[int] | None:
 
 
 def _write(file: PredictionFile, part: int | None, lines: list[str], group: RankGroup) -> None:
-    """Write this rank's part, and agree that all ranks could: so none of them waits for long."""
+    """Write this rank's part, and agree that all ranks succeeded, so that none waits for long."""
     problem = ""
     if part is not None and lines:
         try:
@@ -208,9 +208,9 @@ def _write(file: PredictionFile, part: int | None, lines: list[str], group: Rank
 def command_of(
     config: Config, strategy: Strategy, test: Source, loaded: LoadedCheckpoint, batch: int
 ) -> Mapping[str, object]:
-    """Return all that decides on the bytes of the predictions, as JSON can hold it.
+    """Return everything that determines the bytes of the predictions, as JSON types.
 
-    The number of ranks is not among it, and neither are layouts that compute the same numbers.
+    The number of ranks is excluded, and so are layouts that compute the same numbers.
     """
     layout = strategy.parts.layout
     name, colon, _ = config.task.rpartition(":")

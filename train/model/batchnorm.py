@@ -2,9 +2,9 @@
 
 Each rank's batch normalisation has seen its own samples only, so its running statistics drift
 apart from the others'; saving rank 0's, or evaluating on each rank, gives one rank's view.
-Averaging after each step gives all ranks those of the whole batch. That is no approximation: a
-running statistic is r <- (1 - m) r + m x with the same r and m on every rank, so the mean of the
-results is the result for the mean of the x. (Ranks normalise by the mean of their variances;
+Averaging after each step gives all ranks those of the whole batch. This is exact: a running
+statistic is r <- (1 - m) r + m x with the same r and m on every rank, so the mean of the results is
+the result for the mean of the x. (Ranks normalise by the mean of their variances;
 `--sync-batch-norm` normalises by the variance of the whole batch in one piece.)
 
 `synchronised()` does the latter, on any device. torch's own SyncBatchNorm is fast, and refuses the
@@ -30,7 +30,7 @@ NUMBERS = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.complex128, torch.complex64, torch.complex32,
 )  # fmt: skip
-"""Types that torch can subtract and add, and those that backends send."""
+"""Dtypes that torch can subtract and add; `SENT`: dtypes that backends can send."""
 _PLAIN = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SENT = {*NUMBERS, torch.bool} - {torch.int16}
@@ -39,13 +39,13 @@ SENT = {*NUMBERS, torch.bool} - {torch.int16}
 def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
     """Replace each BatchNorm1d, 2d and 3d by one that normalises over all ranks of the run.
 
-    In place; parameters, buffers and their names stay. Where some ranks hold the same samples or
-    another stage, `limit_to_group()` must follow. `device` is where the model will run (default:
-    where it is).
+    This works in place and keeps parameters, buffers and their names. If some ranks hold the same
+    samples or another stage, call `limit_to_group()` next. `device`: the device that the model will
+    run on (default: its current one).
 
     Raises:
-        UsageError: a layer has hooks, or something else than its parent refers to it, which would
-            go on with the layer that is replaced.
+        UsageError: a layer has hooks, or another object than its parent refers to it and would
+            continue to use the old layer.
     """
     first = next(model.parameters(), None)
     device = device or (None if first is None else first.device)
@@ -62,7 +62,7 @@ def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.
             )
     made = cast(nn.Module, convert(model))
     if any(layer() is not None for layer in layers.values()):
-        # Modules whose forward() has been replaced are cycles.
+        # A module with a replaced forward() is a reference cycle.
         gc.collect()
     left = {*made.modules()}
     for name, layer in layers.items():
@@ -75,7 +75,7 @@ def synchronised(model: nn.Module, *, device: torch.device | None = None) -> nn.
 
 
 def limit_to_group(model: nn.Module, group: "dist.ProcessGroup") -> None:
-    """Let the model's synchronised layers exchange with the ranks of `group` only."""
+    """Limit the exchange of the model's synchronised layers to the ranks of `group`."""
     for module in model.modules():
         if isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm):
             module.process_group = group
@@ -91,19 +91,19 @@ def _converted(module: nn.Module) -> nn.Module:
 
 # Not a subclass of SyncBatchNorm: DistributedDataParallel refuses that one on the CPU.
 class SynchronisedBatchNorm(_BatchNorm):
-    """A BatchNorm layer of any dimension whose training batch is that of all ranks."""
+    """A BatchNorm layer of any dimension that normalises over the batch of all ranks."""
 
     process_group: "dist.ProcessGroup | None" = None
 
     def __init__(self, plain: _BatchNorm) -> None:
-        """Take over a plain layer's settings, and its very parameters and buffers."""
+        """Take over a plain layer's settings, and share its parameters and buffers."""
         super().__init__(plain.num_features, plain.eps, plain.momentum, device="meta")
         self.affine, self.track_running_stats = plain.affine, plain.track_running_stats
         self._parameters, self._buffers = plain._parameters, plain._buffers
         self.train(plain.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept every dimension: the plain layer's place in the model is right by now."""
+        """Accept every dimension: the plain layer already fits its place in the model."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise each channel (dimension 1)."""
@@ -143,8 +143,8 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (input.dim() - 2)
         dims = [d for d in range(input.dim()) if d != 1]
         here, channels = x.numel() // x.shape[1], x.shape[1]
-        # In double precision, and squares around the rank's own mean until then: a difference of
-        # large sums would lose the variance.
+        # Use double precision, and squares around the rank's own mean: a difference of large sums
+        # would lose the variance.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if here:
             variance, mean = (v.double() for v in torch.var_mean(x, dims, correction=0))
@@ -157,7 +157,7 @@ class _Normalise(torch.autograd.Function):
         variance = (squares - mean.square()).clamp(min=0.0)
         inverse = (variance + eps).rsqrt().to(x.dtype).view(shape)
         normal = (x - mean.to(x.dtype).view(shape)) * inverse
-        # Never the tensor that is kept, since the next layer may work in place.
+        # Return another tensor than the saved one, since the next layer may work in place.
         output = normal.clone() if weight is None else normal * weight.to(x.dtype).view(shape)
         if bias is not None:
             output = output + bias.to(x.dtype).view(shape)
@@ -172,7 +172,7 @@ class _Normalise(torch.autograd.Function):
         normal, inverse, weight, count = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape
         dy = gradients[0].to(normal.dtype)
-        # What this rank's samples add to the gradients of bias and weight.
+        # This rank's contribution to the gradients of bias and weight.
         to_bias, to_weight = dy.sum(dims), (dy * normal).sum(dims)
         sums = torch.cat((to_bias, to_weight)).double()
         dist.all_reduce(sums, group=ctx.group)
@@ -192,19 +192,19 @@ class _Normalise(torch.autograd.Function):
 
 
 def numeric_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return all buffers that one can calculate with; of complex ones, a view as real pairs."""
+    """Return all buffers that support arithmetic; complex ones as a view of real pairs."""
     named = model.named_buffers()
     return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
 
 
 def never_sent(model: nn.Module) -> list[str]:
-    """Name what no backend sends: DDP must not try, as all ranks have made the same."""
+    """Name tensors of dtypes that no backend sends: DDP must skip them, as all ranks agree."""
     named = [*model.named_buffers(), *model.named_parameters()]
     return [name for name, tensor in named if tensor.dtype not in SENT]
 
 
 Place = tuple[nn.Module, str]
-"""A buffer by its module and the name there: forward() may put another tensor in its place."""
+"""A buffer by its module and its name there: forward() may replace the tensor."""
 
 
 def moving_places(model: nn.Module) -> list[Place]:
@@ -212,7 +212,7 @@ def moving_places(model: nn.Module) -> list[Place]:
     return [
         (module, name)
         for module in model.modules()
-        # The same on all ranks by themselves.
+        # These are the same on all ranks without an exchange.
         if not isinstance(module, SynchronisedBatchNorm | nn.SyncBatchNorm)
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.is_floating_point() or buffer.is_complex()
@@ -222,9 +222,9 @@ def moving_places(model: nn.Module) -> list[Place]:
 
 
 def moving_buffers(model: nn.Module) -> list[Tensor]:
-    """List these buffers as they are now.
+    """List the current tensors of these buffers.
 
-    Of complex ones, a view of their memory as pairs of real numbers.
+    Complex ones are views of their memory as pairs of real numbers.
     """
     return [_real(buffer) for buffer in map(_at, moving_places(model)) if buffer is not None]
 
@@ -248,15 +248,15 @@ def average_buffers(
 ) -> None:
     """Replace the buffers at `moving_places()` by their mean over ranks, one exchange per group.
 
-    There is one group per data axis, of ranks that work on different samples; None: all ranks.
+    There is one group per data axis, of ranks with different samples; None: all ranks.
     """
     if not places:
         return
     buffers = [_real(buffer.detach()) for place in places if (buffer := _at(place)) is not None]
-    # In double precision: the mean of equal values is the value itself.
+    # In double precision, the mean of equal values is exactly the value.
     flat = torch.cat([buffer.reshape(-1).double() for buffer in buffers])
     for group in groups:
-        # A sum, then a division: gloo has no mean. Every rank gets the same bits.
+        # Sum, then divide: gloo has no mean. Every rank gets the same bits.
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
     means = torch.split(flat, [buffer.numel() for buffer in buffers])

@@ -1,7 +1,7 @@
-"""torch.compile: of what, whether it has happened, and what a killed compiler leaves in its cache.
+"""torch.compile: compiling modules, checking for success, cleaning up after a killed compiler.
 
 We compile a module's `forward()`, not the module. torch never compiles the `forward()` of one of
-its own layers by itself, so a piece that is an `nn.Linear` would stay as it is; and hooks around a
+its built-in layers by itself, so a piece that is an `nn.Linear` would stay as it is. Hooks around a
 module, which gather parameters or exchange parts of a sequence, must not be compiled.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BACKEND = "inductor"
 UNFINISHED = "_CxxBuild"
-"""What inductor calls a folder for the time in which the file beside it is made."""
+"""Name of inductor's temporary folder, which exists while inductor builds the file beside it."""
 MADE = (".so", ".o", ".gch")
 
 
@@ -44,9 +44,9 @@ def compile_pieces(
 ) -> None:
     """Compile each piece of a model, or of some stages of it, by itself, under `--compile`.
 
-    After tensor parallelism (`cut`), the hooks around a piece are compiled along with it: where a
-    tensor that ranks share (a DTensor) enters or leaves compiled code, torch (2.13) forgets that
-    its gradient is still to be summed over the ranks. Within a piece it does not.
+    After tensor parallelism (`cut`), the hooks around a piece are compiled along with it. If a
+    DTensor enters or leaves compiled code, torch (2.13) omits the pending sum of its gradient over
+    the ranks. Within a piece it does not.
     """
     if not config.compile:
         return
@@ -62,24 +62,25 @@ def compile_pieces(
         if compiled := getattr(module, "_compiled_forward", None):
             compiled.take_hooks(module, name)
         else:
-            # Ranks gather a view behind a lookup, and torch fails to compile a module given one.
+            # Ranks gather a view after an embedding, and torch fails to compile a module with a
+            # view as input.
             module.register_forward_hook(lambda module, inputs, outputs: outputs.clone())
 
 
 def compile_forward(module: nn.Module) -> None:
     """Compile a module's `forward()`, when it is first called."""
-    # A lookup holds nothing to compile; and the mask that goes with one that is cut by rows cannot
-    # leave compiled code.
+    # An embedding has nothing to compile; and the mask of a row-wise sharded one cannot leave
+    # compiled code.
     if isinstance(module, nn.Embedding):
         return
     _clean_caches()
-    # Its class may have to be compiled anew for it: for training, for evaluation, and for the last
-    # batch of that, which is smaller. Where a limit is reached, torch goes on without.
+    # Each module may need recompilations: for training, for evaluation, and for the smaller last
+    # batch of an evaluation. Beyond the limit, torch runs uncompiled code.
     for limit in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(torch._dynamo.config, limit, getattr(torch._dynamo.config, limit) + 4)
     compiled = _Compiled(module.forward, type(module))
     module.forward = compiled
-    # Found again where something is wrapped around it.
+    # Keep a reference, as something may be wrapped around forward().
     module._compiled_forward = compiled  # type: ignore[assignment]
 
 
@@ -106,8 +107,8 @@ class _Compiled:
                     outputs = changed
             return outputs
 
-        # torch finds compiled code by the Python code, and keeps no more of it than a limit says:
-        # each class has one of its own.
+        # torch caches compiled code per Python code object, up to a limit: so each class gets its
+        # own code object.
         run.__code__ = _codes.setdefault(kind, run.__code__.replace())
         self._run = torch.compile(run, backend=BACKEND)
 
@@ -139,7 +140,7 @@ def check_compiled(task: "Task") -> None:
     """Make sure, after a training pass, that something has been compiled.
 
     Raises:
-        UsageError: nothing has, and the run would be as slow as without.
+        UsageError: nothing has been compiled, so `--compile` would bring no speed.
     """
     from torch._dynamo.utils import counters
 
@@ -156,16 +157,16 @@ def _clean_caches() -> None:
     """Clean inductor's caches once per process, before it compiles anything."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-    # Inductor keeps headers in the latter, whatever the user says.
+    # Inductor always keeps headers in the latter, whatever the user sets.
     for folder in {cache_dir(), default_cache_dir()}:
         remove_unfinished(Path(folder))
 
 
 def remove_unfinished(folder: Path) -> list[Path]:
-    """Remove the libraries of one of inductor's caches that are cut off; return them.
+    """Remove truncated libraries from one of inductor's caches; return them.
 
-    The compiler writes them in place, and inductor takes one that exists for whole: after a process
-    has been killed while compiling, none with that cache would start any more.
+    The compiler writes them in place, and inductor assumes that an existing one is complete. After
+    a process has been killed while compiling, every later start with that cache would fail.
     """
     removed = []
     with suppress(OSError):
@@ -199,7 +200,7 @@ def _remove(path: Path, locks: Path) -> list[Path]:
 
 
 def _is_suspect(path: Path) -> bool:
-    """Whether a path of the cache was left by a compiler that was killed.
+    """Whether a killed compiler left this path in the cache.
 
     A complete library ends with its table of sections.
     """

@@ -1,4 +1,4 @@
-"""The probability of `--dropout`, wherever layers of torch keep theirs."""
+"""Setting the probability of `--dropout` in torch's layers."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ from ..errors import UsageError
 
 
 def apply(model: nn.Module, probability: float, *, task: str) -> None:
-    """Give all dropout layers of a model a probability, in place.
+    """Set the probability of all dropout layers of a model, in place.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the model has no dropout layer.
     """
     places = list(_places(model))
     if not places:
@@ -25,14 +25,14 @@ def apply(model: nn.Module, probability: float, *, task: str) -> None:
 
 
 def describe(model: nn.Module) -> str:
-    """Name the layers that `apply()` reaches, and what looks like a probability elsewhere."""
+    """Name the layers that `apply()` changes, and other attributes that look like probabilities."""
     names = [name or type(module).__name__ for name, module, _ in _places(model)]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"holds for {shown}{_except(model)}"
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield name, layer, and the attribute that the layer drops by."""
+    """Yield name, layer, and the name of its probability attribute."""
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             yield name, module, "p"
@@ -44,7 +44,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _except(model: nn.Module) -> str:
-    """Name probabilities that modules of the user's own keep as numbers."""
+    """Name probabilities that the user's modules keep as numbers."""
     others = [
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules()

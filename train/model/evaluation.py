@@ -1,4 +1,4 @@
-"""Evaluation: the whole test set, each rank a part of it, none padded."""
+"""Evaluation of the whole test set, divided among the ranks without padding."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from ..tasks.base import Task
 def batch_size(config: Config, strategy: Strategy) -> int:
     """Return how many samples a rank evaluates at a time.
 
-    By default, as many as it takes in a forward pass of training, for which there is memory.
+    The default is the size of a forward pass in training, which is known to fit in memory.
     """
     if config.eval_batch is not None:
         return config.eval_batch
@@ -44,15 +44,15 @@ def measure(
     batch: int,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Measure the mean loss and the task's metrics over the whole test set; of an empty one, none.
+    """Measure the mean loss and the task's metrics over the whole test set; none if it is empty.
 
-    All ranks call this at once, and take at most `batch` samples at a time. Sums are exchanged, not
-    means, as the parts differ in size; in double precision, in which the counts of any test set are
-    exact.
+    All ranks call this at once, and process at most `batch` samples at a time. They exchange sums,
+    not means, as their parts differ in size. The sums are in double precision, which is exact for
+    the counts of any test set.
 
     Raises:
         EvaluationStopped: `stop_requested` was true on a rank.
-        UsageError: the task's metrics are no figures.
+        UsageError: the task's metrics are not numbers by name.
     """
     if not len(test):
         return {}
@@ -64,12 +64,12 @@ def measure(
         if number == look_after:
             if group.sum([stop_requested()])[0]:
                 raise EvaluationStopped
-            # The same number on all ranks, however fast each of them is. Later batches may be
-            # slower, so that it no more than doubles.
+            # The number is the same on all ranks, whatever their speed. It at most doubles, as
+            # later batches may be slower.
             seconds, ranks = group.sum([time.monotonic() - started, 1.0])
             pause = int(LOOK_EVERY_S * number * ranks / max(seconds, 1e-3))
             look_after += min(max(pause, 1), number)
-        # A model or a loss may draw random numbers even now: the same in each evaluation.
+        # A model or a loss may draw random numbers even now: make them the same in each evaluation.
         seed_generators(mixed(seed, number), group.device)
         sums = strategy.evaluate(part)
         if counts:
@@ -77,8 +77,7 @@ def measure(
             columns = (count, sums.loss.double().reshape(1), sums.score.double().reshape(-1))
             rows.append(torch.cat(columns))
     mine: list[float] = torch.stack(rows).sum(dim=0).tolist() if rows else []
-    # A rank that has measured nothing, or for which another one reports, such as a pipeline's first
-    # stage, need not know how many scores there are.
+    # A rank without results, such as a pipeline's first stage, need not know the number of scores.
     width = max(group.gather(len(mine)))
     total, loss, *score = group.sum(mine + [0.0] * (width - len(mine)))
     metrics = task.metrics(torch.tensor(score, dtype=torch.float64), int(total))
@@ -92,11 +91,11 @@ def measure(
 
 
 def parts_of(test: Source, *, batch: int, shard: int, shards: int) -> Iterator[tuple[Batch, bool]]:
-    """Yield one rank's share of the test set in batches, as many as every other rank.
+    """Yield one rank's share of the test set in batches; all ranks get the same number of batches.
 
-    Models that are cut exchange something in each batch, and a rank that had one fewer would leave
-    the others waiting. Where a rank has no sample left it is given one that does not count, since
-    many a model takes no empty batch.
+    Sharded models communicate in each batch, so a rank with one batch fewer would leave the others
+    waiting. A rank without samples left gets one that does not count, since many models accept no
+    empty batch.
 
     Yields:
         A batch of at most `batch` samples, and whether it counts.

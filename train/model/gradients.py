@@ -1,8 +1,8 @@
-"""The norm of all gradients, wherever their parts lie, clipping by it, and loss scaling for fp16.
+"""The norm of sharded gradients, gradient clipping, and loss scaling for fp16.
 
-`torch.nn.utils.clip_grad_norm_` fails when parameters lie on several meshes, as they do when only
-some layers are tensor parallel. So every rank adds up its own parts, and the sums are added along
-just those dimensions of each mesh along which something is cut.
+`torch.nn.utils.clip_grad_norm_` fails if parameters are on several meshes, as with tensor
+parallelism for some layers only. So every rank adds up its own parts, and the sums are added along
+exactly those dimensions of each mesh along which a parameter is sharded.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ def total_norm(strategy: Strategy) -> float:
     for _, parameter in strategy.counted_parameters():
         gradient = parameter.grad
         if gradient is not None:
-            # By their ranks: of equal meshes that a process has made, torch may take any.
+            # Identify groups by their ranks: of several equal meshes, torch may use any.
             own = {tuple(dist.get_process_group_ranks(g)): g for g in _groups(parameter)}
             groups = own | groups
             cuts.setdefault(tuple(own), []).append(local(gradient))
     device = strategy.norm_device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # In an order that is the same on all ranks, as their parameters are.
+    # The order is the same on all ranks, as that of their parameters is.
     for cut, gradients in cuts.items():
         norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(gradients)]
         square = torch.stack(norms).square().sum()
@@ -53,11 +53,11 @@ def clip(strategy: Strategy, norm: float, limit: float) -> None:
 
 
 def not_finite(strategy: Strategy) -> list[str]:
-    """Name the parameters whose part on this rank holds an infinity or NaN."""
+    """Name the parameters with an infinity or NaN in this rank's part."""
     parts = {name: local(p.detach()) for name, p in strategy.named_parameters()}
     if not parts:
         return []
-    # A sum of squares, as that is the fastest single pass over memory; one answer for all.
+    # Use a sum of squares, the fastest single pass over memory, for all parameters together.
     norms = torch._foreach_norm(list(parts.values()))
     finite = torch.stack([norm.to(strategy.norm_device) for norm in norms]).isfinite().tolist()
     return [name for name, good in zip(parts, finite, strict=True) if not good]
@@ -76,12 +76,12 @@ def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 class LossScaler:
-    """The factor by which losses are multiplied: halved at an overflow, doubled after long peace.
+    """The loss scale: halved at an overflow, doubled after many steps without one.
 
-    For fp16, whose smallest numbers are larger than many gradients.
+    fp16 needs it, as many gradients are smaller than the smallest fp16 number.
 
-    Not torch.amp.GradScaler: it looks at one rank's gradients, and ranks that disagree about a step
-    part for good. Here the norm over all ranks decides.
+    torch.amp.GradScaler would look at one rank's gradients only, and ranks that disagree about a
+    step would diverge. Here the norm over all ranks decides.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -90,22 +90,22 @@ class LossScaler:
         self._good_steps = 0
 
     def passed(self) -> None:
-        """Note a step whose gradients were finite."""
+        """Record a step with finite gradients."""
         self._good_steps += 1
         if self.enabled and self._good_steps % GROW_AFTER == 0:
             self.scale *= 2.0
 
     def overflowed(self) -> bool:
-        """Note a step whose gradients were not; say whether a smaller scale may help."""
+        """Record a step with an overflow; return whether a smaller scale may help."""
         self._good_steps = 0
         self.scale /= 2.0
         return self.enabled and self.scale >= SMALLEST_SCALE
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Go on from there; a checkpoint of another precision holds nothing."""
+        """Restore the state of a checkpoint; that of another precision is empty."""
         if self.enabled and state:
             self.scale, self._good_steps = state["scale"], int(state["good_steps"])

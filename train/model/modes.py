@@ -1,9 +1,10 @@
-"""Which layers train and which only evaluate, as the task has set them.
+"""Training or evaluation mode of each layer, as set by the task.
 
-`model()` may put a layer in `eval()`, such as a batch normalisation whose statistics are to stay,
-and a module's own `train()` may do so. `train(True)` after an evaluation would end the former, and
-without it the latter never begins. So modes are settled when the model is made, noted before an
-evaluation, and put back after it: a run trains the same before and after, and after a resume.
+`model()` may put a layer in `eval()`, such as a batch normalisation with fixed statistics, and a
+module's own `train()` may do so. `train(True)` after an evaluation would undo the former, and
+without `train(True)` the latter never takes effect. So modes are settled when the model is made,
+saved before an evaluation, and restored after it: a run trains the same before and after an
+evaluation, and after a resume.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ from torch import nn
 
 
 def settle(model: nn.Module) -> list[str]:
-    """Put a new model in the modes it shall train in; name the layers that only evaluate.
+    """Set the modes of a new model for training; name the layers that stay in evaluation mode.
 
-    Those that `model()` has put in `eval()` do, unless it is the model as a whole, as libraries
-    return loaded models. Of nested ones, the outermost is named.
+    Layers that `model()` has put in `eval()` stay in it. If the whole model is in `eval()`, as
+    libraries return loaded models, it trains. Of nested layers, the outermost is named.
     """
     evaluating = [m for m in model.modules() if not m.training] if model.training else []
     model.train(True)
@@ -29,21 +30,21 @@ def settle(model: nn.Module) -> list[str]:
 
 
 class Modes:
-    """The modes of all layers of some modules that have been settled."""
+    """The modes of all layers of modules that `settle()` has set."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = roots
         self._note()
 
     def evaluate(self) -> None:
-        """Have all layers evaluate."""
+        """Put all layers in evaluation mode."""
         if any(root.training for root in self._roots):
             self._note()
             for root in self._roots:
                 root.eval()
 
     def train(self) -> None:
-        """Have all layers train that did before the last evaluation."""
+        """Restore the modes that layers had before the last evaluation."""
         if not all(root.training for root in self._roots):
             for module, training in self._training:
                 module.training = training

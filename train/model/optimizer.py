@@ -1,4 +1,4 @@
-"""The optimizer, its state under the names of parameters, and the learning rate of each step."""
+"""The optimizer, its state by parameter name, and the learning rate of each step."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class NamedOptimizer:
-    """AdamW or SGD whose state is a flat dictionary of tensors, as `<parameter>/<slot>`.
+    """AdamW or SGD with its state as a flat dictionary of tensors, named `<parameter>/<slot>`.
 
-    torch numbers parameters by their order; names survive a change of strategy.
+    torch identifies parameters by their order; names survive a change of strategy.
     """
 
     def __init__(self, parameters: Iterator[tuple[str, nn.Parameter]], config: "Config") -> None:
@@ -28,9 +28,9 @@ class NamedOptimizer:
         self._fused = config.optimizer == "adamw" and bool(on_gpu) and all(on_gpu)
         groups: dict[object, list[nn.Parameter]] = {}
         for parameter in self._parameters.values():
-            # One fused call cannot take parameters of several meshes: each has a group of its own.
+            # One fused call cannot take parameters of several meshes, so make a group per mesh.
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        # A rank may hold none: torch refuses an empty list, but not an empty group.
+        # A rank may hold no parameters: torch refuses an empty list, but not an empty group.
         lists = [{"params": group} for group in groups.values()] or [{"params": []}]
         self._optimizer: torch.optim.Optimizer
         if config.optimizer == "sgd":
@@ -42,13 +42,13 @@ class NamedOptimizer:
                 lists,
                 lr=config.lr,
                 weight_decay=config.weight_decay,
-                # One kernel for all: while it is launched, a GPU that has agreed on a step waits.
+                # Use one kernel for all: the GPU idles while kernels are launched.
                 fused=self._fused or None,
             )
         self._unmarked = without_span(self._optimizer)
 
     def step(self, lr: float | None = None) -> None:
-        """Update the parameters, at another learning rate if need be; forget their gradients."""
+        """Update the parameters, with a new learning rate if given; drop their gradients."""
         if lr is not None and lr != self._lr:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -75,7 +75,7 @@ class NamedOptimizer:
         }
 
     def allocate(self, slots: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-        """Make room for a state to be read into, in place; for other ranks' parameters, none.
+        """Allocate the state, to be loaded in place; skip parameters of other ranks.
 
         `slots` holds shape and type by `<parameter>/<slot>`, as a checkpoint lists them.
         """
@@ -100,15 +100,15 @@ def without_span(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Opti
     The span is useless unless a profiler runs, and takes a tenth of a step of one millisecond.
     """
     step = type(optimizer).step
-    # torch marks the functions that it has wrapped so.
+    # torch sets `hooked` on functions wrapped in this span.
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 class LearningRate:
-    """A function of the step, so that a resumed run needs no state of it."""
+    """The learning rate as a function of the step, so that a resumed run needs no saved state."""
 
     def __init__(self, config: "Config", steps: int) -> None:
-        """Plan for a run of so many steps.
+        """Plan for a run of `steps` steps.
 
         Raises:
             UsageError: the run would end before the learning rate has risen.
@@ -124,8 +124,8 @@ class LearningRate:
     def at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0.
 
-        It rises on a line, then falls towards 0, which the step after the last one would have; the
-        half cosine is that of Loshchilov and Hutter, "SGDR" (2017).
+        It rises linearly, then falls towards 0, the value for the step after the last one. The half
+        cosine is that of Loshchilov and Hutter, "SGDR" (2017).
         """
         if step < self._warm_up:
             return self._lr * (step + 1) / self._warm_up

@@ -20,7 +20,7 @@ def prepare(
 ) -> nn.Module:
     """Apply the options of the command line to a model, in place; its parameters keep their names.
 
-    `device` is where the model will run (default: where it is).
+    `device`: the device that the model will run on (default: its current one).
 
     Raises:
         UsageError: an option would change nothing.
@@ -36,15 +36,15 @@ def prepare(
         pieces = {model.get_submodule(name): name for name in task.pieces(model)}
         for module, name in pieces.items():
             if config.compile:
-                # Inside: what keeps running statistics from moving twice is not for a compiler,
-                # which could not see, either, which of both passes it is in.
+                # Compile inside of the recomputation: a compiler cannot handle the code that keeps
+                # running statistics from moving twice, nor see which of both passes it is in.
                 compilation.compile_forward(module)
             recompute(module, name)
     return model
 
 
 def _without_effect(model: nn.Module, task: "Task", config: "Config") -> str:
-    """Describe an option that this model has no use for; '' if there is none."""
+    """Describe an option without effect on this model; '' if there is none."""
     whose = f"the model of task {task.name!r}"
     modules = model.modules()
     if config.sync_batch_norm and not any(isinstance(m, _BatchNorm) for m in modules):

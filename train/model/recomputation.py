@@ -1,9 +1,10 @@
-"""Activation checkpointing: a pass that is computed again starts from what the first one saw.
+"""Activation checkpointing: the recomputation of a pass starts from the state of the first pass.
 
-Modules may read buffers and move them in `forward()`, such as a moving average, write parameters,
+In `forward()`, modules may read and update buffers, such as a moving average, write parameters,
 such as a clamp or a teacher that follows its student, or count passes in an attribute. When the
-backward pass computes activations again, these have moved already: without care, the repetition
-starts elsewhere and gives the gradient of other activations, and moves them once more.
+backward pass recomputes activations, this state has already changed. Without care, the
+recomputation would start from another state, give the gradient of other activations, and update the
+state once more.
 """
 
 import random
@@ -23,14 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import UsageError
 
 SMALL = 2**16
-"""Elements up to which a buffer is copied in every pass; larger ones only if they ever move."""
+"""Buffers up to this many elements are copied in every pass; larger ones only if they change."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def recompute(module: nn.Module, name: str = "") -> None:
-    """Have the backward pass compute a piece's activations again, instead of keeping them.
+    """Make the backward pass recompute a piece's activations, instead of keeping them.
 
-    The method is replaced rather than the module wrapped, which would change parameters' names.
+    This replaces `forward()`: wrapping the module would change the names of parameters.
     """
     forward: Callable[..., Any] = module.forward
     known = _Known(name)
@@ -43,14 +44,14 @@ def recompute(module: nn.Module, name: str = "") -> None:
 
 
 def plain_attributes(owner: object) -> dict[str, object]:
-    """Return what a module or task keeps in Python, such as a number of passes."""
+    """Return the plain Python attributes of a module or task, such as a number of passes."""
     return {name: value for name, value in vars(owner).items() if type(value) in _PLAIN}
 
 
 def held_tensors(owner: object) -> dict[str, Tensor]:
     """Copy small tensors that a module or task keeps as attributes, such as its last activation.
 
-    Not those with a gradient, such as views of weights, which lead to the parameters.
+    Tensors with a gradient, such as views of weights, are excluded: they lead to the parameters.
     """
     return {
         name: value.detach().clone()
@@ -60,12 +61,12 @@ def held_tensors(owner: object) -> dict[str, Tensor]:
 
 
 def attributes_of(owner: object) -> dict[str, object]:
-    """Return both, to be compared by `changed_attributes()`."""
+    """Return plain attributes and held tensors, for `changed_attributes()`."""
     return plain_attributes(owner) | held_tensors(owner)
 
 
 def changed_attributes(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """Name the attributes that have come or changed."""
+    """Name the attributes that are new or have changed."""
 
     def same(one: object, other: object) -> bool:
         if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -77,7 +78,7 @@ def changed_attributes(before: dict[str, object], after: dict[str, object]) -> l
 
 @contextmanager
 def left_alone(owner: object) -> Iterator[None]:
-    """Put back attributes after passes that shall leave no trace, as a loss may count its calls."""
+    """Restore attributes after passes that must leave no trace, as a loss may count its calls."""
     own, before = vars(owner), attributes_of(owner)
     given = {name: own[name] for name in before}
     try:
@@ -93,7 +94,7 @@ def left_alone(owner: object) -> Iterator[None]:
 
 @dataclass
 class _Known:
-    """What earlier passes over a piece have shown."""
+    """Facts about a piece, collected in earlier passes."""
 
     piece: str
     """Its name."""
@@ -104,11 +105,11 @@ class _Known:
 
 
 def _parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
-    """Return a module's parameters, each with what this rank holds of it.
+    """Return a module's parameters, each with this rank's part of it.
 
-    None of a sharded unit, whose ranks gather copies for the pass.
+    An FSDP unit returns none, as its ranks gather copies for the pass.
     """
-    # An FSDPModule, whose import would take a tenth of a second.
+    # An FSDPModule; importing that class would take a tenth of a second.
     if hasattr(module, "unshard"):
         return {}
     return {name: (one, _own(one.data)) for name, one in module.named_parameters()}
@@ -124,12 +125,12 @@ class _FirstPass(AbstractContextManager[None]):
     def __init__(self, module: nn.Module, known: _Known) -> None:
         self.module, self._known = module, known
         self.parameters: list[tuple[Tensor, Tensor]] = []
-        """Those that forward() writes, with what they held."""
+        """Parameters that forward() writes, with their earlier values."""
         self.buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self.attributes: list[tuple[dict[str, Any], dict[str, object]]] = []
 
     def __enter__(self) -> None:
-        # torch puts back the state of its own generators.
+        # torch itself restores the state of the torch generators.
         self.generators = random.getstate(), np.random.get_state()
         self._parameters = _parameters(self.module)
         names = self._parameters if self._known.written is None else self._known.written
@@ -138,7 +139,7 @@ class _FirstPass(AbstractContextManager[None]):
         self._kept: list[tuple[nn.Module, str, Tensor, int]] = []
         self._compared: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for own in self.module.modules():
-            # Layers of torch count nothing in Python, and normalise a training batch by itself.
+            # Layers of torch keep no counters in Python, and normalise a training batch by itself.
             if not type(own).__module__.startswith("torch.nn."):
                 self.attributes.append((vars(own), plain_attributes(own) | held_tensors(own)))
             elif isinstance(own, _BatchNorm) and own.training:
@@ -174,12 +175,12 @@ class _FirstPass(AbstractContextManager[None]):
         self._note_parameters()
 
     def _note_parameters(self) -> None:
-        """Find out which parameters the pass has written."""
+        """Record the parameters that the pass has written."""
         written = [
             n for n, (one, _) in self._parameters.items() if one._version != self._versions[n]
         ]
         if self._known.written is None:
-            # Through `.data`, torch counts no writes.
+            # torch does not count writes through `.data`.
             changed = (n for n, before in self._before.items() if self._differs(n, before))
             self._known.written = [*dict.fromkeys([*written, *changed])]
         if late := [name for name in written if name not in self._known.written]:
@@ -199,9 +200,9 @@ class _FirstPass(AbstractContextManager[None]):
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Has a module start from there, and forgets what it moves.
+    """Makes a module start from the state of the first pass, and discards its updates.
 
-    Entered as often as need be: pipeline schedules that go through a graph in two passes compute
+    It can be entered repeatedly: pipeline schedules that traverse a graph in two passes recompute
     the activations in each.
     """
 

@@ -1,7 +1,8 @@
-"""Layers with sparse gradients, which only some optimizers, options and strategies can take.
+"""Layers with sparse gradients, which only some optimizers, options and strategies support.
 
-A sparse gradient holds the rows that a batch has used. The momentum of SGD becomes sparse as well,
-and no checkpoint can hold it; clipping has no norm of it, and sharding cannot cut it.
+A sparse gradient holds the rows that a batch has used. The momentum of SGD also becomes sparse, and
+checkpoints cannot store it. Clipping cannot compute the norm of a sparse gradient, and sharding
+cannot split it.
 """
 
 from collections.abc import Iterable
@@ -52,10 +53,10 @@ def refuse_exchange(names: Iterable[str], *, task: str) -> None:
 
 
 def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) -> None:
-    """Refuse sparse gradients where something cannot take them.
+    """Refuse sparse gradients if an optimizer, option or strategy does not support them.
 
     Raises:
-        UsageError: names the layer, and all that cannot.
+        UsageError: names the layer, and everything that does not support it.
     """
     name = next(iter(names), None)
     refusing = {

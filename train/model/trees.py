@@ -1,7 +1,7 @@
-"""Trees of tensors: what models and losses take and give where one tensor is not enough.
+"""Trees of tensors, for models and losses with more than one input, output or target.
 
-They are torch's own: dicts, lists, tuples and NamedTuples, nested as one likes. A tensor by itself
-is the smallest of them and the usual one, so it takes a short way everywhere.
+These are torch's pytrees: dicts, lists, tuples and NamedTuples, nested in any way. A single tensor
+is the smallest tree and the usual one, so it has a fast path.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ ONLY = "inputs and targets are tensors, or dicts, lists, tuples and NamedTuples 
 
 
 def mapped(function: Callable[[Tensor], object], tree: Tree) -> Tree:
-    """Call a function on each tensor; give a tree of the same form."""
+    """Call a function on each tensor; return a tree of the same structure."""
     if isinstance(tree, Tensor):
         return function(tree)
     return _pytree.tree_map(function, tree)
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Put trees of one form together, sample after sample."""
+    """Concatenate trees of the same structure along the sample dimension."""
     return _pytree.tree_map(lambda *parts: torch.cat(parts), *trees)
 
 
@@ -48,12 +48,12 @@ def sample_count(tree: Tree) -> int:
 
 
 def form_of(tree: Tree) -> TreeSpec | None:
-    """Return what two trees have in common where only their leaves differ; `None`: a tensor."""
+    """Return the structure of a tree, without its leaves; `None`: a tensor."""
     return None if isinstance(tree, Tensor) else _pytree.tree_structure(tree)
 
 
 def unflattened(leaves: Tree, form: TreeSpec | None) -> Tree:
-    """Make a tree of a form again of its leaves; a tensor is its own."""
+    """Rebuild a tree from its leaves and its structure; a tensor is its own leaf."""
     return leaves if form is None else _pytree.tree_unflatten(leaves, form)
 
 
@@ -62,7 +62,7 @@ def named(name: str, tree: Tree) -> list[tuple[str, object]]:
     try:
         leaves, _ = _pytree.tree_flatten_with_path(tree)
     except ValueError:
-        # A type that was registered with torch without names.
+        # The type was registered with torch without names.
         return [(f"{name}[{n}]", leaf) for n, leaf in enumerate(_pytree.tree_leaves(tree))]
     return [(f"{name}{_pytree.keystr(path)}", leaf) for path, leaf in leaves]
 
@@ -77,7 +77,7 @@ def described(name: str, tree: Tree) -> str:
 
 
 def check(inputs: Tree, targets: Tree, *, task: str) -> None:
-    """Insist on tensors that all have as many samples.
+    """Make sure that all leaves are tensors with the same number of samples.
 
     Raises:
         UsageError: names the task and the leaf.

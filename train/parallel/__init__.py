@@ -1,4 +1,4 @@
-"""How a step's work is shared between processes. One module per strategy."""
+"""Strategies, which share a step's work between processes; one module per strategy."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -27,13 +27,13 @@ STRATEGIES = {
 
 
 WHOLE = ("ddp", "ps", "local-sgd")
-"""Strategies whose ranks hold a whole model each: without training there is nothing to exchange."""
+"""Strategies with a whole model on each rank: without training, ranks exchange nothing."""
 
 
 def build(name: str, parts: "Parts", *, trains: bool = True) -> "Strategy":
     """Make the strategy of that name; a layout with stages always gets the pipeline.
 
-    Without training, ranks that would hold whole models just run them, each on its samples.
+    Without training, ranks with whole models run them separately, each on its samples.
     """
     if not trains and name in WHOLE:
         name = "single"

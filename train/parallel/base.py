@@ -40,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a strategy is made of."""
+    """The components of a strategy."""
 
     task: "Task"
     """Model, loss, and how the model may be cut."""
@@ -52,9 +52,9 @@ class Parts:
     """The ranks."""
 
     def model(self, device: torch.device | None = None) -> nn.Module:
-        """Make the task's model; its initial weights are a function of the seed alone.
+        """Make the task's model; its initial weights depend on the seed alone.
 
-        On the device `meta` nothing is allocated, and there are no weights yet.
+        On the device `meta`, torch allocates no memory, and weights have no values yet.
         """
         seed_generators(seed_of("model", self.config.seed), self.group.device)
         torch.manual_seed(self.config.seed)
@@ -67,7 +67,7 @@ class Parts:
         return model
 
     def sketch(self, device: torch.device) -> nn.Module:
-        """Make another model to look at; a task that keeps its last model keeps the one it has."""
+        """Make a second model for inspection; a task that stores its model keeps the first."""
         return replace(self, task=copy(self.task)).model(device)
 
     def _made(self, device: torch.device | None) -> nn.Module:
@@ -83,7 +83,7 @@ class Parts:
             ) from error
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Multiply matrices in the precision of `--precision`."""
+        """Return the autocast context of `--precision`; for fp32 it has no effect."""
         if self.config.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.group.device.type, DTYPES[self.config.precision])
@@ -91,12 +91,12 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """One rank's contribution to a step; zeros where another rank reports the same items."""
+    """One rank's contribution to a step; zeros if another rank reports the same items."""
 
     loss: Tensor
     """Summed loss. Scalar, detached."""
     count: int
-    """Items that it sums over."""
+    """Items in the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Tally(Sums):
     """One rank's contribution to an evaluation."""
 
     score: Tensor
-    """The task's sums, such as how many are right. Shape [n], see `Task.score()`."""
+    """The task's sums, such as the correct predictions. Shape [n], see `Task.score()`."""
 
 
 class Strategy(ABC):
@@ -119,18 +119,18 @@ class Strategy(ABC):
     shards: int
     """How many slices there are; fewer than ranks when some share one (tensor parallel)."""
     axes: tuple[int, ...]
-    """Coordinates with random numbers of their own; ranks that must draw the same share them."""
+    """Coordinates that seed random numbers; ranks that must draw the same numbers share them."""
     norm_device: torch.device
-    """Where sums over ranks are computed."""
+    """The device that computes sums over ranks."""
     gradient_sync: "GradientSync | None" = None
     """When gradients are reduced, if parameters are sharded."""
     stage_group: "ProcessGroup | None" = None
-    """Ranks that hold other parameters than this one (pipeline stages), one of each stage."""
+    """The ranks of this rank's pipeline, which hold different parameters."""
     writes: Writes | None = None
-    """What passes have written of the parameters; `None` before `bind()`."""
+    """Records the parameters that passes write; `None` before `bind()`, or if not needed."""
     _without_gradient: frozenset[str] = frozenset()
     unevenly_trained: bool = False
-    """Whether in this step some ranks' data give a gradient to a parameter, and others' do not."""
+    """Whether, in this step, some parameter has a gradient on some ranks but not on all."""
 
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         self.parts, self.task = parts, parts.task
@@ -149,7 +149,7 @@ class Strategy(ABC):
         """Return the model, or this rank's stages of it."""
 
     def verify(self) -> None:
-        """Compare what this rank holds with the model that was given to the strategy.
+        """Compare this rank's model with the model that was given to the strategy.
 
         Raises:
             UsageError: names the lost or changed part.
@@ -159,17 +159,17 @@ class Strategy(ABC):
         check_alike(self._given, group, task=self.task.name)
         made = Inventory.of(self.modules())
         check_unchanged(self._given, made, how=how, whole=layout.pp == 1)
-        # A pipeline's ranks hold a stage each.
+        # Ranks of a pipeline hold different stages, so problems may differ from rank to rank.
         own = self._originals.problem(self.modules(), hooks=not config.infers)
         if problem := next(filter(None, group.gather(own)), ""):
             raise UsageError(f"{how}: task {self.task.name!r}: {problem}")
 
     def describe(self) -> str:
-        """Describe which part of the model is where, or what was chosen, if it is worth a line."""
+        """Describe the placement of the model, or an automatic choice; '' if there is none."""
         return str(self.gradient_sync or "")
 
     def report(self) -> str:
-        """Print a summary at the end, if there is one."""
+        """Return a summary for the end of the run; '' if there is none."""
         return ""
 
     @abstractmethod
@@ -181,16 +181,16 @@ class Strategy(ABC):
         """Yield this rank's parameters under the plain model's names; DTensors where sharded."""
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what sums over all parameters take from this rank; its ranks know a part each."""
+        """Yield the parameters that this rank adds to sums over all parameters of the model."""
         return self.named_parameters()
 
     def bind(self, optimizer: "NamedOptimizer") -> None:
-        """Get to know the optimizer, which was built from `named_parameters()`."""
+        """Store the optimizer, which was built from `named_parameters()`."""
         self._optimizer = optimizer
         self.writes = Writes(dict(self.named_parameters()), self.norm_device)
 
     def warm_up(self, batch: "Batch") -> None:
-        """Do what changes on the first steps before the first step, without changing the model."""
+        """Do first-pass checks and setup ahead of the first step; the model stays unchanged."""
 
     def begin_step(self, step: int) -> None:
         """Prepare for the optimizer's step number `step`, counted from 1."""
@@ -200,23 +200,23 @@ class Strategy(ABC):
         """Add the gradients of `factor` times the summed loss."""
 
     def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step.
+        """Name the parameters without a gradient from this rank's data in this step.
 
-        Only those that other ranks may have one for, so that zeros stand in here, or a mean is
-        taken over what ranks have made of them.
+        Lists only parameters that may have a gradient on other ranks: this rank then sends zeros,
+        or ranks average the parameter's values.
         """
         return self._without_gradient
 
     def has_written(self) -> bool:
-        """Whether a pass of this step, or one since the step before, has written a parameter."""
+        """Whether a pass has written a parameter in this step or since the previous one."""
         return self.writes is not None and self.writes.any()
 
     def written(self) -> list[str]:
-        """Name the parameters that have been written so."""
+        """Name the parameters that passes have written."""
         return [] if self.writes is None else self.writes.names()
 
     def lost_write(self, names: Sequence[str]) -> str:
-        """Describe why this strategy would not keep what passes have written; '' if it does."""
+        """Describe why this strategy would lose the writes of passes; '' if it keeps them."""
         if self.writes is not None and (unequal := self.writes.unequal.intersection(names)):
             return (
                 f"{some_of(unequal)}, once in each of the step's passes, each time to other values"
@@ -224,9 +224,9 @@ class Strategy(ABC):
         return ""
 
     def unlike(self, names: Sequence[str]) -> list[str]:
-        """Name the parameters that are not the same on all ranks; all ranks call this.
+        """Name the parameters that differ between ranks; all ranks call this.
 
-        Of what tensor parallelism cuts, each rank has another part.
+        Sharded parameters are skipped: each rank has a different part.
         """
         group = self.parts.group
         own = {n: p for n, p in self.named_parameters() if n in names and not is_sharded(p)}
@@ -234,11 +234,11 @@ class Strategy(ABC):
         return differing(dict(zip(own, map(str, sums), strict=True)), group)
 
     def scale_gradients(self, factor: float) -> None:
-        """Make the gradients those of `factor` times the loss summed over all ranks."""
+        """Scale gradients to those of `factor` times the loss summed over all ranks."""
         scale(self.named_parameters(), factor)
 
     def agree_on_norm(self, norm: float) -> float:
-        """Return the gradient's norm that all ranks decide by; most have it in common."""
+        """Return a gradient norm that is equal on all ranks; in most strategies, `norm` is."""
         return norm
 
     def after_step(self, step: int) -> None:
@@ -253,13 +253,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, batch: "Batch") -> Tally:
-        """Measure without gradients."""
+        """Compute loss and score of a batch without gradients."""
 
     @abstractmethod
     def predict(self, batch: "Batch") -> Tree | None:
         """Run the model without gradients, and return its outputs for the whole batch.
 
-        Of the ranks that share a batch one returns them; the others return None.
+        One of the ranks that share a batch returns the outputs; the others return None.
         """
 
     def model_state(self) -> dict[str, Tensor]:
@@ -271,15 +271,15 @@ class Strategy(ABC):
         }
 
     def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put tensors in place that are sharded like those of `model_state()`."""
+        """Load tensors that are sharded like those of `model_state()`."""
         for module in self.modules():
-            # torch names all tensors that are missing.
+            # load_state_dict() names all missing tensors.
             own = {name: state[name] for name in module.state_dict() if name in state}
             module.load_state_dict(own)
 
 
 class WholeModel(Strategy):
-    """A strategy whose every rank holds one module that can run a batch by itself."""
+    """A strategy in which every rank holds one module that can run a batch by itself."""
 
     several_passes = False
     """Whether a step takes more than one pass on a rank."""
@@ -287,7 +287,7 @@ class WholeModel(Strategy):
     def __init__(self, parts: Parts, model: nn.Module) -> None:
         super().__init__(parts, model)
         self.model, self.modes = model, Modes([model])
-        # Training passes go through this, which may wrap the model.
+        # The module for training passes; it may wrap the model.
         self.run: nn.Module = model
 
     def modules(self) -> Sequence[nn.Module]:
@@ -295,23 +295,23 @@ class WholeModel(Strategy):
         return [self.model]
 
     def bind(self, optimizer: "NamedOptimizer") -> None:
-        """Get to know the optimizer."""
+        """Store the optimizer."""
         super().bind(optimizer)
         self.several_passes = self.passes() > 1
         if self.parts.layout.world_size == 1 and not self.several_passes:
-            # What a step's only pass writes is what one process learns.
+            # The only pass of a step in one process loses no write.
             self.writes = None
 
     def start_training(self) -> None:
-        """Leave the mode of evaluation, if need be."""
+        """Switch from evaluation mode to training mode, if needed."""
         self.modes.train()
 
     def passes(self) -> int:
-        """Count a step's passes on this rank."""
+        """Count this rank's passes in a step."""
         return self.micro_batches()
 
     def micro_batches(self) -> int:
-        """Count those of the largest share: all ranks exchange as often."""
+        """Count the micro-batches of the largest slice: all ranks exchange equally often."""
         return self.parts.config.micro_batches(self.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -319,20 +319,20 @@ class WholeModel(Strategy):
         return self.model.named_parameters()
 
     def accumulate(self, micro_batches: "Sequence[Batch]", factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss, one micro-batch after the other."""
+        """Add the gradients of the summed loss, micro-batch by micro-batch."""
         self.start_training()
         return self.total([self.backward(batch, factor) for batch in micro_batches])
 
     def loss_reads(self) -> AbstractContextManager[object]:
-        """Refuse a loss that reads weights which are not whole here; the first loss tells."""
+        """Refuse a loss that reads sharded weights; only the first loss is checked."""
         return nullcontext()
 
     def own_part(self, batch: "Batch") -> "Batch":
-        """Return this rank's part of a batch, where the model takes it."""
+        """Return this rank's part of a batch, on the devices that the model expects."""
         return batch
 
     def backward(self, batch: "Batch", factor: float) -> Sums:
-        """Run one micro-batch forwards and backwards."""
+        """Run the forward and backward pass of one micro-batch."""
         batch = self.own_part(batch)
         with self.parts.autocast():
             outputs = self.run(batch.inputs)
@@ -341,7 +341,7 @@ class WholeModel(Strategy):
         if is_sharded(loss):
             torch.autograd.backward(loss * factor)
         else:
-            # The gradient to begin with, instead of a multiplication that would have one too.
+            # As the initial gradient, the factor needs no multiplication in the graph.
             torch.autograd.backward(loss, torch.full_like(loss, factor))
         if self.parts.config.compile:
             compilation.check_compiled(self.task)
@@ -351,9 +351,9 @@ class WholeModel(Strategy):
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Make a pass without a trace: drop its gradients, put back what it has moved.
+        """Undo the effects of a pass: drop its gradients and restore all values that it changed.
 
-        That is parameters and buffers, be they saved or not, and what modules count in Python.
+        Restores parameters, all buffers (saved or not), and the Python attributes of modules.
         """
         tensors = [(t, t.detach().clone()) for t in named_tensors(self.model).values()]
         buffers = [(module._buffers, dict(module._buffers)) for module in self.model.modules()]
@@ -376,7 +376,7 @@ class WholeModel(Strategy):
         return Sums(loss=loss, count=sum(one.count for one in sums))
 
     def evaluate(self, batch: "Batch") -> Tally:
-        """Measure without gradients."""
+        """Compute loss and score of a batch without gradients."""
         batch = self.own_part(batch)
         outputs = self.outputs(batch.inputs)
         with torch.no_grad(), self.parts.autocast():
@@ -394,10 +394,10 @@ class WholeModel(Strategy):
 
 
 def one_number(loss: Tensor, task: "Task") -> Tensor:
-    """Insist on a loss that is a sum.
+    """Require a loss of one number.
 
     Raises:
-        UsageError: it is one number per item, or no tensor.
+        UsageError: the loss has one number per item, or is not a tensor.
     """
     tensor = isinstance(loss, Tensor)
     if tensor and loss.dim() == 0:
@@ -410,10 +410,10 @@ def one_number(loss: Tensor, task: "Task") -> Tensor:
 
 
 def summed_loss(task: "Task", outputs: Tree, targets: Tree) -> Tensor:
-    """Compute the loss of a batch, summed over its items, also where the task's own is a mean.
+    """Compute the loss of a batch, summed over its items, even if the task's loss is a mean.
 
     Raises:
-        UsageError: it is no tensor of one number, or `reduction` is unknown.
+        UsageError: the loss is not a tensor of one number, or `reduction` is unknown.
     """
     if task.reduction == "sum":
         return one_number(task.loss(outputs, targets), task)
@@ -423,23 +423,23 @@ def summed_loss(task: "Task", outputs: Tree, targets: Tree) -> Tensor:
         )
     if count := item_count(task, targets):
         return one_number(task.loss(outputs, targets), task) * count
-    # A rank may have no items: the mean over nothing is not a number.
+    # A rank may have no items, and the mean of no items is NaN.
     return torch.stack([tensor.sum() for tensor in tensors_of(outputs)]).sum() * 0.0
 
 
 def tally(task: "Task", outputs: Tree, targets: Tree) -> Tally:
-    """Measure a batch's outputs."""
+    """Compute loss and score of a batch's outputs."""
     return Tally(
-        # Each rank may have its share of it only.
+        # Each rank may have only its share of the loss.
         loss=full(summed_loss(task, outputs, targets)),
-        # Each rank may have its share of the classes only; the likeliest is one of all.
+        # Each rank may have only its share of the classes; a prediction needs all of them.
         score=task.score(mapped(full, outputs), targets),
         count=item_count(task, targets),
     )
 
 
 def scale(parameters: Iterable[tuple[str, nn.Parameter]], factor: float) -> None:
-    """Multiply gradients in place: each rank its part of a sharded one."""
+    """Multiply gradients in place; of a sharded gradient, each rank multiplies its part."""
     if factor == 1.0:
         return
     gradients = [local(p.grad) for _, p in parameters if p.grad is not None]
@@ -448,12 +448,12 @@ def scale(parameters: Iterable[tuple[str, nn.Parameter]], factor: float) -> None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor; a plain one is its own part."""
+    """Return this rank's part of a sharded tensor, or a plain tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Put a sharded tensor together; all of its ranks take part."""
+    """Gather a sharded tensor; all of its ranks call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -467,5 +467,5 @@ def copy_part(whole: Tensor, own: Tensor) -> None:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor is a DTensor, without importing it, as few strategies need to."""
+    """Whether a tensor is a DTensor; avoids the import, which few strategies need."""
     return hasattr(tensor, "device_mesh")

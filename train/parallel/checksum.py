@@ -1,8 +1,9 @@
-"""A number for what tensors hold, computed where they lie.
+"""Checksums of tensors, computed on their devices.
 
-A wrapping sum over their memory as 64-bit words, each times an odd factor of its place: any number
-of changed bits of one element changes it, and so does another order. Large tensors take one pass at
-the speed of memory each; small ones, which cost a call more than a pass, are copied together.
+A checksum is a wrapping sum over 64-bit words of memory, each multiplied by an odd factor for its
+position: any changed bits of one element change the checksum, and so does another order. Each large
+tensor takes one pass at memory speed. Small tensors, for which a call costs more than the pass, are
+copied together.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,21 +17,21 @@ from ..runtime.process_group import bytes_of
 WORD = 8
 """Bytes of a word."""
 FACTORS = 2**12
-"""Words with factors of their own; then these repeat."""
+"""Words with different factors; then the factors repeat."""
 ODD = 0x1E3779B97F4A7C15
 SMALL_BYTES = 2**17
-"""Up to which a copy takes less time than calls for each tensor."""
+"""Largest tensor that is faster to copy than to sum up in a separate call."""
 DOT_BYTES = 2**20
-"""Up to which, on a CPU, each word of a copy has a factor of its own: one call sums it up."""
+"""Largest copy on a CPU with a different factor for each word: one call sums it up."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum up this rank's part of a tensor. Scalar, int64; equal contents give equal sums."""
+    """Return the checksum of a tensor's local part. Scalar, int64; equal for equal contents."""
     return checksums([tensor], tensor.device)[0]
 
 
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum up each of some tensors. Shape [tensors], int64, on the device."""
+    """Return the checksum of each tensor. Shape [tensors], int64, on the device."""
     flats = [_flat(_own(tensor)) for tensor in tensors]
     factors = {at: _factors(at) for at in {flat.device for flat in flats}}
     sums = [_sum(flat, factors[flat.device]).to(device) for flat in flats]
@@ -38,20 +39,20 @@ def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class Summands:
-    """Tensors that are summed up together, again and again."""
+    """Computes a joint checksum of the same tensors repeatedly."""
 
     def __init__(self) -> None:
         self._addresses: list[int] | None = None
         self._flats: list[Tensor] = []
-        # What a copy was made of, as its elements are not one after the other.
+        # Tensors that need a copy, as their elements are not contiguous or not aligned.
         self._scattered: list[int] = []
         self._copies: list[_Copy] = []
         self._large: dict[int, int] = {}
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[Tensor]) -> int:
-        """Sum up what they hold, once devices have computed it: 64 bits."""
-        # Without gradients, what a DTensor gives is no copy.
+        """Return the joint checksum of 64 bits; waits for the devices."""
+        # Under no_grad(), to_local() makes no copy.
         owns = [_own(tensor) for tensor in tensors]
         addresses = [own.data_ptr() for own in owns]
         if addresses != self._addresses:
@@ -71,7 +72,7 @@ class Summands:
         return total % 2**64
 
     def each(self) -> list[int]:
-        """Return the sums of the single tensors when all of them were summed up."""
+        """Return the checksum of each tensor at the time of the last `sum()`."""
         found = dict(self._large)
         for copy in self._copies:
             parts = torch.split(copy.used, [self._flats[n].numel() for n in copy.numbers])
@@ -79,13 +80,13 @@ class Summands:
         return [found[number] for number in range(len(found))]
 
     def _prepare(self, owns: Sequence[Tensor]) -> None:
-        """Look at tensors anew. What is kept of one keeps its memory: no other has its address."""
+        """Prepare for other tensors. References keep their memory, so no address is used again."""
         self._flats = [_flat(own) for own in owns]
         pairs = list(zip(owns, self._flats, strict=True))
         self._scattered = [n for n, (a, b) in enumerate(pairs) if a.data_ptr() != b.data_ptr()]
         self._large = {n: 0 for n, (_, b) in enumerate(pairs) if b.numel() > SMALL_BYTES}
         together: dict[torch.device, list[int]] = {}
-        # Elements do not reach over words if larger ones come first.
+        # With larger elements first, no element crosses a word boundary.
         for number in sorted(range(len(pairs)), key=lambda n: -owns[n].itemsize):
             if number not in self._large:
                 together.setdefault(owns[number].device, []).append(number)
@@ -96,22 +97,22 @@ class Summands:
 
 
 class _Copy:
-    """Room on one device for small tensors, one after the other."""
+    """A buffer on one device for small tensors, one after another."""
 
     def __init__(self, numbers: list[int], size: int, device: torch.device) -> None:
         self.numbers = numbers
-        """Which tensors."""
+        """Numbers of the tensors."""
         self._at_once = size <= DOT_BYTES and device.type == "cpu"
-        # Whole rows take the fewest calls.
+        # Whole rows need the fewest calls.
         unit = WORD if self._at_once or size < WORD * FACTORS else WORD * FACTORS
         whole = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8, device=device)
         self.used = whole[:size]
-        """What the tensors take of it."""
+        """The part of the buffer with tensors."""
         self._words = whole.view(torch.int64)
         self._factors = _factors(device, self._words.numel() if self._at_once else FACTORS)
 
     def sum(self) -> Tensor:
-        """Sum up what it holds. Scalar, int64."""
+        """Sum up the buffer. Scalar, int64."""
         if self._at_once:
             return torch.dot(self._words, self._factors)
         return _sum_words(self._words, self._factors)
@@ -122,12 +123,12 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _flat(own: Tensor) -> Tensor:
-    """Return a tensor's memory. Shape [bytes], uint8; a copy, where elements lie apart."""
+    """Return a tensor's memory. Shape [bytes], uint8; a copy if not contiguous or aligned."""
     flat = own.detach().resolve_neg()
     if flat.is_complex():
         flat = flat.resolve_conj()
     flat = flat.reshape(-1)
-    # A word begins where a word may; and of one element, torch takes any stride for contiguous.
+    # Words must be aligned; for a single element, torch regards any stride as contiguous.
     if flat.stride() != (1,) or flat.storage_offset() * flat.itemsize % WORD:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return bytes_of(flat)
@@ -145,7 +146,7 @@ def _sum(content: Tensor, factors: Tensor) -> Tensor:
 
 
 def _sum_words(words: Tensor, factors: Tensor) -> Tensor:
-    """Sum up words, each times the factor of its place in its row. Scalar, int64."""
+    """Sum up words, each multiplied by the factor for its position in the row. Scalar, int64."""
     rows = words.numel() // FACTORS
     rest = words[rows * FACTORS :] if rows else words
     sum_ = (rest * factors[: rest.numel()]).sum()
@@ -157,7 +158,7 @@ def _sum_words(words: Tensor, factors: Tensor) -> Tensor:
 
 
 def _factors(device: torch.device, count: int = FACTORS) -> Tensor:
-    """Return odd numbers without a pattern. Shape [count], int64."""
+    """Return odd factors without a pattern. Shape [count], int64."""
     places = torch.arange(1, count + 1, device=device) * ODD
     places = (places ^ places >> 29) * ODD
     return places ^ places >> 32 | 1

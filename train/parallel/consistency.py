@@ -1,10 +1,9 @@
-"""Does a strategy train the model that it was given, and do all ranks train the same one?
+"""Check that a strategy trains the given model, and that all ranks train the same one.
 
-Cutting a model replaces its parameters by other objects. A lost tie between two layers, a weight
-that is no longer frozen or a lost buffer raises no error. Therefore each strategy compares the
-model that it has made with the model that it was given, before the first step. And ranks compare
-what they must have in common: initial weights, data, counters in buffers, and which parameters a
-step trains.
+Cutting a model replaces its parameters with other objects. A lost tie between two layers, an
+unfrozen weight or a lost buffer raises no error. Therefore each strategy compares its model with
+the given model before the first step. Ranks also compare their initial weights, data, counters in
+buffers, and the set of parameters that a step trains.
 """
 
 import hashlib
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
 SAMPLED = 6
 """Samples of a Dataset that are read and compared."""
 LOOKED_AT = 32
-"""Elements of a tensor that are compared: random numbers differ in each of them."""
+"""Elements per tensor that are compared: different random tensors differ in every element."""
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return a text that two tensors have in common if they are likely to hold the same.
+    """Return a hash of a tensor's shape, type and some of its elements.
 
-    Of a tensor on the device `meta`, which holds nothing, only shape and type count.
+    A tensor on the device `meta` has no elements to hash.
     """
     digest = hashlib.sha256(f"{list(tensor.shape)} {tensor.dtype}".encode())
-    # What torch packs into types of its own (quantised, sparse) is left alone.
+    # The elements of quantised and sparse tensors cannot be read so, and are left out.
     with suppress(RuntimeError):
         if not tensor.is_meta and tensor.numel():
             flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -55,20 +54,20 @@ class Inventory:
     """Everything that a model consists of."""
 
     entries: Mapping[str, tuple[str, str]]
-    """Kind of each tensor, such as `frozen parameter`, its shape and type; if sharded, the whole's.
+    """Kind of each tensor, such as `frozen parameter`, its unsharded shape, and its type.
 
-    By name; a tied tensor has an entry for each of its names.
+    The key is the tensor's name; a tied tensor has an entry for each of its names.
     """
     ties: tuple[tuple[str, ...], ...]
-    """Names of one and the same tensor, two or more, sorted."""
+    """Sorted names of each tensor that has several."""
     overlaps: tuple[tuple[str, ...], ...]
-    """Names of different parameters that lie in the same memory."""
+    """Names of different parameters that share memory."""
     fingerprints: Mapping[str, str]
-    """What each tensor holds; of one that is sharded, nothing."""
+    """Fingerprint of each tensor by name; sharded tensors have none."""
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> "Inventory":
-        """List what a model, or the stages that a rank holds of it, consist of."""
+        """List the tensors of a model, or of a rank's stages of it."""
         entries: dict[str, tuple[str, str]] = {}
         names: dict[int, list[str]] = {}
         places: dict[int, dict[int, str]] = {}
@@ -104,11 +103,11 @@ class Inventory:
 def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool) -> None:
     """Make sure that a strategy has kept all names, ties, shapes, types and frozen parameters.
 
-    `whole`: this rank holds every name, rather than some stages. The message says how, by which
-    strategy and flags, a model was made of the given one.
+    `whole`: this rank holds every name, rather than some stages. `how` gives the strategy and its
+    flags for the message.
 
     Raises:
-        UsageError: names what differs.
+        UsageError: names the differences.
     """
     problems = []
     for name in sorted({*given.entries, *made.entries}):
@@ -130,13 +129,13 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Name parameters and buffers, under all their names, also those that no checkpoint holds."""
+    """Return parameters and buffers under all their names, saved in a checkpoint or not."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def ties_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """List the parameters that several modules share: owners, each with its name for it."""
+    """List the owners of each parameter that several modules share, with their names for it."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -152,7 +151,7 @@ def tie(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter) -> Non
 
 
 def differing(mine: Mapping[str, str], group: RankGroup) -> list[str]:
-    """Name what this rank and rank 0 do not have in common; all ranks call this."""
+    """Name the entries that differ between any rank and rank 0; all ranks call this."""
     joint = hashlib.sha256(repr(sorted(mine.items())).encode()).hexdigest()
     if len({*group.gather(joint)}) == 1:
         return []
@@ -162,10 +161,10 @@ def differing(mine: Mapping[str, str], group: RankGroup) -> list[str]:
 
 
 def check_alike(given: Inventory, group: RankGroup, *, task: str) -> None:
-    """Make sure that all ranks begin with the same model, and that it has no hidden ties.
+    """Make sure that all ranks start with the same model, and that no tie in it is hidden.
 
     Raises:
-        UsageError: on all ranks; names what differs.
+        UsageError: on all ranks; names the parameters.
     """
     for names in given.overlaps:
         raise UsageError(
@@ -182,9 +181,10 @@ def check_alike(given: Inventory, group: RankGroup, *, task: str) -> None:
 
 
 def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> None:
-    """Make sure that all ranks have the same data: each rank takes slices of all of it.
+    """Make sure that all ranks have the same data: each rank takes slices of the whole data set.
 
-    Of a Dataset some samples are read. One that draws them anew each time is not compared.
+    Only some samples of a Dataset are read. A Dataset that draws new samples on each read is not
+    compared.
 
     Raises:
         UsageError: on all ranks; the data differ.
@@ -206,7 +206,7 @@ def check_data(train: Source, test: Source, group: RankGroup, *, task: str) -> N
 
 
 def _fingerprints(name: str, data: Source) -> dict[str, str]:
-    """Describe the tensors of samples in memory, or those of some of a Dataset's samples."""
+    """Return fingerprints of the samples in memory, or of some of a Dataset's samples."""
     what = f"the {name} data"
     if not isinstance(data, Batch):
         what = f"samples of the {name} data"
@@ -216,16 +216,16 @@ def _fingerprints(name: str, data: Source) -> dict[str, str]:
 
 
 class Untrained:
-    """Agrees between the ranks on the parameters that a step leaves alone.
+    """Lets ranks agree on the parameters that a step does not train.
 
-    A step trains the parameters to which some rank's data have given a gradient. A layer that only
-    some batches use, or none, has no gradient, and an optimizer leaves it alone. Ranks that
-    exchange gradients must send one for every parameter, so zeros stand in for those that a rank
-    has none of. Where no rank has one, the zeros have to go again: momentum and weight decay would
-    move the parameter, which one process does not.
+    A step trains the parameters that have a gradient on some rank. An optimizer skips a layer
+    without a gradient, which only some batches use, or none. Ranks that exchange gradients must
+    send one for every parameter, so a rank sends zeros for a missing gradient. If no rank has a
+    gradient, the zeros must be removed again: with them, momentum and weight decay would move the
+    parameter, unlike in one process.
 
-    Each rank knows for which of its own it has no gradient. As long as that stays as it was when
-    they last agreed, nothing is exchanged: that it does travels with the step's loss.
+    Each rank knows its own parameters without gradients. As long as this set is unchanged since the
+    last agreement, no extra exchange is needed: a flag for changes travels with the step's loss.
     """
 
     def __init__(self, strategy: "Strategy", group: RankGroup) -> None:
@@ -234,14 +234,14 @@ class Untrained:
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: Sequence[str] = ()
         self.names = frozenset[str]()
-        """Parameters, on any rank, for which no rank has a gradient."""
+        """Parameters that have no gradient on any rank."""
 
     def changed(self) -> bool:
-        """Whether this rank's data have left out other parameters than when last agreed."""
+        """Whether this rank's parameters without gradients have changed since the agreement."""
         return self._strategy.without_gradient() != self._agreed_for
 
     def agree(self) -> None:
-        """Find out what no rank has a gradient for; all ranks call this."""
+        """Find the parameters without a gradient on any rank; all ranks call this."""
         if not self._names:
             self._parameters = dict(self._strategy.named_parameters())
             gathered = self._group.gather(list(self._parameters))
@@ -260,14 +260,14 @@ class Untrained:
         self.names = frozenset(n for n, count in zip(self._names, counts, strict=True) if not count)
 
     def forget_zeros(self) -> None:
-        """Take away the zeros that stand for gradients which no rank has."""
+        """Remove the zero gradients of parameters that have no gradient on any rank."""
         for name in self.names:
             if (parameter := self._parameters.get(name)) is not None:
                 parameter.grad = None
 
 
 def some_of(names: Iterable[str], most: int = 4) -> str:
-    """Write names, the first of many."""
+    """Join names for a message; of many, the first `most` and a count of the rest."""
     names = sorted(names)
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,10 +1,10 @@
 """Context parallel: each rank has a part of every sequence.
 
-Almost every layer works on one position at a time and needs no change. Attention looks at earlier
-positions, which other ranks hold. `allgather` fetches their keys and values: it works with any
-number of heads, but the rank with the last part has the most to do. `ulysses` swaps parts of the
-sequence for heads, so that each rank has whole sequences of a few heads, and back: less on the
-wire, and all have the same to do.
+Almost every layer works on one position at a time and needs no change. Attention reads earlier
+positions, which other ranks hold. `allgather` fetches their keys and values: it supports any number
+of heads, but the rank with the last part has the most work. `ulysses` swaps parts of the sequence
+for heads, so that each rank has whole sequences of a few heads, and back: it sends less data, and
+all ranks have the same work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,31 +35,31 @@ from .layout import Layout
 TIME = 2
 HEADS = 1
 BEYOND = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
-"""Layers that look beyond one position by themselves, and cannot handle missing parts."""
+"""Layers that read beyond one position, and cannot handle missing parts of a sequence."""
 FAR, FAR_IN_HALVES = 1e-3, 0.1
-"""Beside the size of the outputs. In single precision rounding makes 1e-6 of it; halves round by
-half a percent, layer after layer."""
+"""Largest difference relative to the norm of the outputs. Rounding causes 1e-6 in single precision,
+and half a percent per layer in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSlice:
-    """Which part of each sequence a rank works on."""
+    """A rank's part of each sequence."""
 
     part: int = 0
     """Number of this rank's part."""
     layout: Layout = field(default_factory=Layout)
     """The number of parts, and the ranks that share them."""
     task: str = ""
-    """What messages call the task."""
+    """The task's name, for messages."""
     group: ProcessGroup | None = None
     """The ranks that share a sequence."""
 
     def of(self, batch: Batch) -> Batch:
-        """Cut this rank's part out of inputs and targets: dimension 1 of all their tensors.
+        """Cut this rank's part out of inputs and targets, along dimension 1 of all tensors.
 
         Raises:
-            UsageError: the sequence cannot be cut in parts of one length, which shows the
-                arithmetic; or a tensor has no such dimension.
+            UsageError: the sequence cannot be cut into parts of equal length (the message shows
+                the arithmetic), or a tensor has no such dimension.
         """
         parts = self.layout.cp
         if parts == 1:
@@ -73,7 +73,7 @@ class SequenceSlice:
                 f"are {shapes}; leave out --cp"
             )
         time = tensors[0].shape[1]
-        # Between its layers, tensor parallelism cuts each part once more.
+        # Between its layers, tensor parallelism cuts each part again.
         divisor = parts * self.layout.tp
         if time % divisor:
             product = f"cp {parts} x tp {self.layout.tp} = {divisor}"
@@ -87,12 +87,12 @@ class SequenceSlice:
         return batch.mapped(lambda tensor: tensor[:, part].contiguous())
 
     def joined(self, outputs: Tree, own: Batch) -> Tree:
-        """Put the outputs for all parts of a batch's sequences together; their ranks take part.
+        """Join the outputs for all parts of a batch's sequences; all ranks of the group call this.
 
         `own` is this rank's part of the batch. Dimension 1 of each output must be the sequence.
 
         Raises:
-            UsageError: it is not, or another dimension is as long, so that nothing shows which.
+            UsageError: dimension 1 is not the sequence, or another dimension has the same length.
         """
         if self.layout.cp == 1:
             return outputs
@@ -116,10 +116,10 @@ class SequenceSlice:
 
 
 def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
-    """Let the attention of a model (or of one pipeline stage) reach over the parts of a sequence.
+    """Let the attention of a model (or of one pipeline stage) span the parts of a sequence.
 
-    Gradients are not its business: the ranks of one sequence have the same parameters, so that they
-    are summed along with those of other samples.
+    Gradients need no change here: the ranks of one sequence have the same parameters, so their
+    gradients are summed along with those of other samples.
 
     Raises:
         UsageError: the model has no attention that can be split, or layers that cannot be split.
@@ -134,7 +134,7 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
             "only this rank's part of a sequence; use train.layers.CausalAttention, or leave out "
             "--cp"
         )
-    # A stage of a pipeline may well have none, the whole model may not.
+    # A pipeline stage may have no attention, but the whole model must have some.
     models = [model] if layout.pp == 1 else [model, sketch_of(copy(parts.task))]
     if not any(isinstance(m, CausalAttention) for one in models for m in one.modules()):
         raise UsageError(
@@ -157,19 +157,19 @@ def apply(model: nn.Module, parts: Parts) -> SequenceSlice:
 
 
 def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: Parts) -> None:
-    """Make sure that cutting sequences does not change what a model computes.
+    """Make sure that cutting sequences does not change a model's outputs.
 
-    Attention and positions reach over the parts of a sequence. A user's own layer that counts
-    positions, or looks beyond one, would start anew in each part: no error, another model. So one
-    sample is sent through before the first step: two parts at once, and the second by itself.
-    Attention is replaced by something that looks at each position alone, so any difference comes
-    from such a layer.
+    Attention and positions span the parts of a sequence. A custom layer that counts positions, or
+    reads beyond one, would start again in each part: without an error, but as another model. So one
+    sample goes through the model before the first step: two parts at once, then the second part
+    alone. Attention is replaced by a function of each single position, so any difference comes from
+    such a layer.
 
-    `run` computes the outputs of the model, or of this rank's stages of it, without gradients, and
-    gives `None` where another rank has them. The batch is the same on all ranks.
+    `run` computes the outputs of the model, or of this rank's stages of it, without gradients; it
+    returns `None` if another rank has the outputs. The batch is the same on all ranks.
 
     Raises:
-        UsageError: on all ranks; some layer counts positions, or looks beyond one, by itself.
+        UsageError: on all ranks; a custom layer counts positions, or reads beyond one.
     """
     cp, layout, name = parts.layout.cp, parts.layout, parts.task.name
     if cp == 1 or not len(batch):
@@ -212,13 +212,13 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
 
 
 def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halves: bool) -> bool:
-    """Whether a model takes the second part of a sequence for the first: see `verify()`.
+    """Whether the second part of a sequence has other outputs without the first: see `verify()`.
 
     `inputs` are two parts of some sequences, each tensor of shape [batch, time, ...]; `halves`: the
     model computes in half precision.
     """
     part = mapped(lambda tensor: tensor.chunk(2, dim=1)[1].contiguous(), inputs)
-    # Modules are compiled for the shapes of training, later.
+    # Modules are compiled later, for the shapes of training.
     with torch.compiler.set_stance("force_eager"):
         with _placed(model, 0):
             whole = run(inputs)
@@ -226,9 +226,9 @@ def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halv
             alone = run(part)
     different, far = False, FAR_IN_HALVES if halves else FAR
     for one, other in zip(tensors_of(whole), tensors_of(alone), strict=False):
-        # All of them, as putting them together takes all ranks.
+        # Gather every tensor, as all ranks must take part.
         two, second = full(one), full(other)
-        # Along which dimension positions follow each other is the model's own affair.
+        # The model decides which dimension of its outputs is the sequence.
         sizes = zip(two.shape, second.shape, strict=True) if two.dim() == second.dim() else ()
         along = [dim for dim, (double, size) in enumerate(sizes) if double == 2 * size]
         if along:
@@ -240,7 +240,7 @@ def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halv
 
 @contextmanager
 def _placed(model: nn.Module, offset: int) -> Iterator[None]:
-    """Have a model believe that its input begins at `offset`, and attend to nothing else."""
+    """Set the first position of a model's input to `offset`, and disable its attention."""
     contexts, handles = [], []
 
     def begin(module: Placed, arguments: Sequence[object]) -> None:
@@ -251,7 +251,7 @@ def _placed(model: nn.Module, offset: int) -> Iterator[None]:
             contexts.append((module, module.context))
             module.context = _Itself()
         elif isinstance(module, Placed):
-            # The last word: context parallelism has a hook of its own.
+            # Overrides the hook of context parallelism, which runs before.
             handles.append(module.register_forward_pre_hook(begin))
     try:
         yield
@@ -263,15 +263,15 @@ def _placed(model: nn.Module, offset: int) -> Iterator[None]:
 
 
 class _Itself:
-    """Attends to nothing but a position's own query, key and value, and shows all three."""
+    """Attends only to a position's own query, key and value, and depends on all three."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix them so that it shows if a query or a key is turned by another angle."""
+        """Mix the three, so that another rotation angle of a query or a key changes the result."""
         return value + query.sum(-1, keepdim=True) - 2 * key.sum(-1, keepdim=True)
 
 
 def _shapes(name: str, tree: Tree) -> str:
-    """Return the shapes of a tree's tensors, by name where there are several."""
+    """Return the shapes of a tree's tensors, with names if there are several."""
     if isinstance(tree, Tensor):
         return str(list(tree.shape))
     tensors = ((path, leaf) for path, leaf in named(name, tree) if isinstance(leaf, Tensor))
@@ -279,12 +279,12 @@ def _shapes(name: str, tree: Tree) -> str:
 
 
 def _begin(part: int, module: Placed, arguments: tuple[int, ...]) -> None:
-    """Pass the start of this rank's part to a layer: parts are of one length."""
+    """Set the start of this rank's part in a layer; all parts have the same length."""
     module.offset = part * arguments[0]
 
 
 class GatheredKeys:
-    """Fetches the keys and values of all parts; queries stay where they are.
+    """Gathers the keys and values of all parts; queries stay on their ranks.
 
     The ranks of `group` are in the order of their parts.
     """
@@ -297,7 +297,7 @@ class GatheredKeys:
         """Attend from this rank's positions to all before them: [batch, heads, time, head_dim]."""
         time = query.shape[TIME]
         seen = time * (self._part + 1)
-        # Both in one exchange. What comes after this part is not needed, and gets no gradient.
+        # One all-gather for both. Positions after this part are unused, and get no gradient.
         gather: Any = _Gather.apply
         both = gather(torch.stack((key, value)), self._group).narrow(TIME + 1, 0, seen)
         # The last query is at the last key seen: the triangle starts from the lower right corner.
@@ -306,7 +306,7 @@ class GatheredKeys:
 
 
 class HeadsForTime:
-    """Gives away parts of the sequence and gets whole sequences of a few heads, and back.
+    """Swaps parts of the sequence for whole sequences of a few heads, and back.
 
     The ranks of `group` are in the order of their parts.
     Source: DeepSpeed Ulysses, arXiv 2309.14509.
@@ -329,7 +329,7 @@ class HeadsForTime:
                 f"--cp {cp} --cp-method ulysses shares heads, but {total}, which {cp} does not "
                 f"divide: {heads} = {heads // cp} x {cp} + {heads % cp}; use --cp-method allgather"
             )
-        # All three in one exchange; the dimensions are one further on.
+        # One exchange for all three; stacking shifts the dimensions by one.
         whole = _swap(torch.stack((query, key, value)), HEADS + 1, TIME + 1, self._group)
         query, key, value = whole.unbind()
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -337,7 +337,7 @@ class HeadsForTime:
 
 
 def _swap(tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
-    """Share dimension `split` out, and put dimension `join` together."""
+    """Distribute dimension `split` over the ranks, and join dimension `join`."""
     swap: Any = _Swap.apply
     swapped: Tensor = swap(tensor, split, join, group)
     return swapped
@@ -368,7 +368,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Swap(torch.autograd.Function):
-    """All-to-all. Its gradient takes the same way back."""
+    """All-to-all; its gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:

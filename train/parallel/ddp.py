@@ -1,6 +1,6 @@
 """Data parallel: every rank has the whole model and a slice of each batch.
 
-`--reduce fast` is torch's DistributedDataParallel, `--reduce exact` an exchange of our own.
+`--reduce fast` uses torch's DistributedDataParallel, `--reduce exact` a custom exchange.
 """
 
 import os
@@ -25,7 +25,7 @@ from .sparse_exchange import SparseGradients
 from .writes import Writes
 
 _WAITING = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
-"""How the reducer reports the parameters that it still waits for, and their numbers."""
+"""The reducer's error message about missing gradients, with the parameters' numbers."""
 
 
 class DataParallel(WholeModel):
@@ -39,7 +39,7 @@ class DataParallel(WholeModel):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]  # torch's
             self.model, [*batchnorm.never_sent(self.model), *self._sparse.names]
         )
-        # The wrapper, not the model, must run the training passes: it is what exchanges gradients.
+        # The wrapper, not the model, must run training passes: the wrapper exchanges gradients.
         self.run = self._ddp = DistributedDataParallel(
             self.model,
             # On the CPU a device number is an error.
@@ -63,7 +63,7 @@ class DataParallel(WholeModel):
                 )
                 self._ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         self._running_statistics = batchnorm.moving_places(self.model)
-        # In the order in which the reducer numbers them.
+        # In the order of the reducer's numbers.
         self._trainable = [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -74,13 +74,13 @@ class DataParallel(WholeModel):
     def warm_up(self, batch: Batch) -> None:
         """Let DDP rebuild its buckets now, so that a resumed run sums in the same order.
 
-        DDP sorts its buckets anew after the first backward pass, in the order in which gradients
-        arrived. From three ranks on, the place of a gradient in its bucket decides in which order
-        the ranks' numbers are added, hence the last bits. An unbroken run has old buckets in step
-        0 only; a resumed one would have them again in its first step, and would differ. Two
-        passes over zeros (the rebuild happens when the second one starts) leave every run with
-        the final buckets from its first real step on. (With two ranks a + b = b + a hides all
-        this.)
+        DDP rebuilds its buckets after the first backward pass, in the order in which gradients
+        arrived. With three ranks or more, the position of a gradient in its bucket decides the
+        order of summation over ranks, and so the last bits. An uninterrupted run has the initial
+        buckets in step 0 only; a resumed run would have them again in its first step, and would
+        differ. Two passes over zeros (the rebuild happens when the second one starts) give every
+        run the final buckets from its first real step on. (With two ranks, a + b = b + a hides
+        the difference.)
         """
         written = []
         for _ in range(2):
@@ -100,7 +100,7 @@ class DataParallel(WholeModel):
         try:
             self.accumulate([batch.zeros()])
         except RuntimeError as error:
-            # torch names no parameter.
+            # torch's message does not name the parameter.
             if "sparse" not in str(error).lower():
                 raise
             names = [*sparse.gradients(self.named_parameters()), *self.sparse_layers]
@@ -112,9 +112,9 @@ class DataParallel(WholeModel):
         sums = []
         for number, batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
-            # The forward pass belongs inside as well: it decides whether its backward exchanges.
+            # no_sync() must include the forward pass, which decides on the exchange.
             with nullcontext() if last else self._ddp.no_sync():
-                # DDP takes the mean over the ranks: this turns it back into a sum.
+                # DDP takes the mean over ranks: this factor turns it back into a sum.
                 sums.append(self.backward(batch, factor * self.shards))
         self._frozen.check()
         self._complete()
@@ -123,9 +123,9 @@ class DataParallel(WholeModel):
         return self.total(sums)
 
     def _complete(self) -> None:
-        """Send zeros for what the last backward pass did not reach: the other ranks wait for it.
+        """Send zeros for parameters that the last backward pass missed: other ranks wait for them.
 
-        This is what `find_unused_parameters=True` is for, which walks through the whole graph in
+        `find_unused_parameters=True` would do so as well, but it walks through the whole graph in
         every step, and leaves zeros for parameters without a gradient on any rank.
         """
         try:
@@ -134,7 +134,7 @@ class DataParallel(WholeModel):
             if (waiting := _WAITING.search(str(error))) is None:
                 raise
             missing = [self._trainable[int(number)] for number in waiting[1].split()]
-            # Of earlier micro-batches there may be one.
+            # Earlier micro-batches may have left a gradient.
             self._without_gradient = frozenset(n for n, p in missing if p.grad is None)
             parameters = [parameter for _, parameter in missing]
             torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
@@ -146,40 +146,40 @@ class DataParallel(WholeModel):
 class ExactDataParallel(WholeModel):
     """Sums the gradients of virtual shards in fixed order: the same bits on any number of ranks.
 
-    DistributedDataParallel gives other last bits on other numbers of ranks: floats are summed in
+    With DistributedDataParallel, the last bits depend on the number of ranks: floats are summed in
     another order, batches have another shape, and dropout draws other numbers. Here the global
-    batch is always cut in the same V virtual shards. Each is worked on as if it were alone, with
-    random numbers of its own, on any rank; and its gradient is one row of a table that is summed
-    from top to bottom. A rank does that for a range of columns, so each number goes over the wire
-    twice, as in any all-reduce; but nothing is exchanged while the backward pass runs, and there
-    are V rows to keep.
+    batch is always cut into the same V virtual shards. Each shard is computed separately, on any
+    rank, with a seed for this shard. Its gradient is one row of a table, which is summed from top
+    to bottom. Each rank sums a range of columns, so each number is sent twice, as in any
+    all-reduce. The costs: communication does not overlap with the backward pass, and V rows need
+    memory.
     """
 
     def __init__(self, parts: Parts) -> None:
         if problems := exact_problems(parts.config, parts.layout):
             raise UsageError("\n".join(problems))
         super().__init__(parts, parts.model())
-        # So that one rank computes the same bits again, and as another would.
+        # Make every rank compute the same bits, in every run.
         if parts.group.device.type == "cuda":
-            # Must be in the environment before the first matrix is multiplied.
+            # Must be set before the first matrix multiplication.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.benchmark = False
             torch.use_deterministic_algorithms(True)
         else:
-            # More threads cut sums in other pieces, and a single process may use more than a rank
-            # of several does.
+            # The number of threads changes how sums are split, and a single process may use more
+            # threads than one of several ranks.
             torch.set_num_threads(1)
         compilation.compile_whole(self.model, parts.config)
         self._ranks, self._virtual = parts.layout.world_size, parts.config.virtual_shards
         self._step = 0
-        # Buffers of whole numbers that virtual shards have moved by their own samples.
+        # Whole-number buffers that change by different amounts in the virtual shards.
         self._uneven: list[str] = []
         # Frozen parameters must get no gradients.
         self._trainable = [p for p in self.model.parameters() if p.requires_grad]
         self._frozen = Frozen(self.model, parts)
 
     def warm_up(self, batch: Batch) -> None:
-        """Refuse operations that do not give the same bits again, before the first step.
+        """Refuse nondeterministic operations before the first step.
 
         torch reports some of them in a pass over zeros.
 
@@ -203,11 +203,11 @@ class ExactDataParallel(WholeModel):
             ) from error
 
     def passes(self) -> int:
-        """Count a step's passes on this rank: one for each virtual shard at least."""
+        """Count this rank's passes in a step: at least one per virtual shard."""
         return self._virtual // self._ranks * self.parts.config.micro_batches(self._virtual)
 
     def begin_step(self, step: int) -> None:
-        """Note the step, on which random numbers depend."""
+        """Store the step, which seeds random numbers."""
         self._step = step
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
@@ -220,7 +220,7 @@ class ExactDataParallel(WholeModel):
         for number, batch in self._virtual_shards(micro_batches):
             seed = seed_of("virtual", self.parts.config.seed, self._step, number)
             seed_generators(seed, self.parts.group.device)
-            # Leaves the gradients of this virtual shard alone in the parameters.
+            # Keep only this virtual shard's gradients in the parameters.
             self.model.zero_grad(set_to_none=True)
             passes = batch.split_into(self.parts.config.micro_batches(self._virtual))
             sums = self.total([self.backward(part, factor) for part in passes if len(part)])
@@ -228,7 +228,7 @@ class ExactDataParallel(WholeModel):
                 lacking -= {n for n, p in self.model.named_parameters() if p.grad is not None}
             rows.append(self._row(start, sums.loss))
             count += sums.count
-            # Anew: a model may replace its buffers.
+            # Listed again: a model may replace its buffers.
             for name, buffer in batchnorm.numeric_buffers(self.model).items():
                 buffer.copy_(start[name])
         self._frozen.check()
@@ -237,14 +237,14 @@ class ExactDataParallel(WholeModel):
         table = torch.stack(rows)
         loss = self._apply(table, sum_rows(table, self._ranks))
         if self.parts.group.rank_info.rank > 0:
-            # Rank 0 reports for all; a loss that is not finite is its own rank's to report.
+            # Rank 0 reports the total; only the rank with a non-finite loss reports that loss.
             loss = own_loss * 0.0
         elif not loss.isfinite():
             loss = own_loss
         return Sums(loss=loss, count=count)
 
     def _virtual_shards(self, micro_batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """Cut this rank's slice anew: how it was cut so far depends on the number of ranks."""
+        """Cut this rank's slice into virtual shards, independently of the number of ranks."""
         whole = Batch(
             inputs=joined([batch.inputs for batch in micro_batches]),
             targets=joined([batch.targets for batch in micro_batches]),
@@ -257,12 +257,12 @@ class ExactDataParallel(WholeModel):
         for number in range(first, first + each):
             start, stop = share_of(total, shard=number, shards=self._virtual)
             part = whole.part(start - offset, stop - offset)
-            # A copy: how a tensor is aligned in memory decides how it is summed.
+            # A copy: the alignment of a tensor in memory affects how its sum is computed.
             shards.append((number, part.mapped(Tensor.clone)))
         return shards
 
     def _row(self, start: dict[str, Tensor], loss: Tensor) -> Tensor:
-        """Put side by side: gradients, how far the buffers have moved, the loss."""
+        """Concatenate the gradients, the changes of buffers, and the loss."""
         columns = [
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._trainable
         ]
@@ -273,18 +273,18 @@ class ExactDataParallel(WholeModel):
         return torch.cat([*columns, loss.reshape(1)])
 
     def has_written(self) -> bool:
-        """Whether a pass has written a parameter, or whole numbers by its own samples."""
+        """Whether a pass has written a parameter, or whole numbers that differ between shards."""
         return super().has_written() or bool(self._uneven)
 
     def lost_write(self, names: Sequence[str]) -> str:
-        """Describe why what passes have written has no sum."""
+        """Describe why the writes of passes cannot be summed; '' if they can."""
         if self._uneven:
             names = some_of(self._uneven)
             return f"{names}, whole numbers, in each virtual shard by its own samples"
         return super().lost_write(names)
 
     def _apply(self, table: Tensor, total: Tensor) -> Tensor:
-        """Take the sum of all rows, of which the table has this rank's, apart; gives the loss."""
+        """Assign the total to gradients and buffers; `table` has this rank's rows."""
         named = batchnorm.numeric_buffers(self.model)
         sizes = [t.numel() for t in (*self._trainable, *named.values())]
         columns = torch.split(total[:-1], sizes)
@@ -297,7 +297,7 @@ class ExactDataParallel(WholeModel):
             named.items(), columns[first:], own[first:], strict=True
         ):
             moved = column.view_as(buffer) / self._virtual
-            # Counters of steps are whole numbers, and move alike in all virtual shards.
+            # Step counters are whole numbers, and change equally in all virtual shards.
             if not buffer.is_floating_point() and not rows.eq(column / self._virtual).all():
                 self._uneven.append(name)
             buffer += (moved if buffer.is_floating_point() else moved.round()).to(buffer.dtype)
@@ -305,7 +305,7 @@ class ExactDataParallel(WholeModel):
 
 
 class Frozen:
-    """The parameters that no gradient is exchanged for, as they were frozen at the start."""
+    """The parameters that were frozen at the start: ranks exchange no gradients for them."""
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
         named = model.named_parameters()
@@ -313,10 +313,10 @@ class Frozen:
         self._parts = parts
 
     def check(self) -> None:
-        """Make sure that they still are.
+        """Make sure that these parameters are still frozen.
 
         Raises:
-            UsageError: names those that each rank would now train by its own samples.
+            UsageError: names parameters that each rank would now train with only its samples.
         """
         if thawed := [name for name, p in self._parameters if p.requires_grad]:
             parts = self._parts
@@ -329,16 +329,16 @@ class Frozen:
 
 
 def sum_rows(mine: Tensor, ranks: int) -> Tensor:
-    """Add the rows of all ranks from top to bottom; the same bits on any number of ranks.
+    """Sum the rows of all ranks from top to bottom: the same bits on any number of ranks.
 
-    Each rank has V / `ranks` rows of shape [n]; rank 0 has the topmost.
+    Each rank has V / `ranks` rows of shape [n]; rank 0 has the top rows.
     """
     if ranks == 1:
         return _top_to_bottom(mine)
     rows, width = mine.shape
     columns = -(-width // ranks)
     padded = torch.nn.functional.pad(mine, (0, columns * ranks - width))
-    # To each rank its columns, of all rows that are here.
+    # Send each rank its columns of this rank's rows.
     sent = padded.view(rows, ranks, columns).transpose(0, 1).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
@@ -349,7 +349,7 @@ def sum_rows(mine: Tensor, ranks: int) -> Tensor:
 
 
 def _top_to_bottom(table: Tensor) -> Tensor:
-    # Not table.sum(0): in which order that adds is its own affair.
+    # Not table.sum(0): its order of summation is unspecified.
     total = table[0].clone()
     for row in table[1:]:
         total += row
@@ -357,11 +357,12 @@ def _top_to_bottom(table: Tensor) -> Tensor:
 
 
 def _bucket_cap_mb(parts: Parts, model: nn.Module) -> int | None:
-    """Return how large a bucket of gradients may be, in MiB; None leaves it to DDP.
+    """Return the largest size of a gradient bucket, in MiB; None leaves the choice to DDP.
 
-    The exchanges of PowerSGD follow one another. With several buckets and a backend other than
-    NCCL, the second one of a bucket and the first one of the next come in any order, another one on
-    each rank, and gloo aborts with "collective mismatch". So all gradients are one bucket there.
+    PowerSGD makes two successive exchanges per bucket. With several buckets and a backend other
+    than NCCL, the second exchange of a bucket and the first one of the next run in an order that
+    differs between ranks, and gloo aborts with "collective mismatch". There, all gradients form a
+    single bucket.
     """
     nccl = parts.group.device.type == "cuda" and parts.config.backend in ("auto", "nccl")
     if parts.config.comm_hook != "powersgd" or nccl:

@@ -1,9 +1,9 @@
-"""Dropout on what tensor parallelism has cut.
+"""Dropout on activations that tensor parallelism has cut.
 
-Ranks that share matrices share their random numbers, so that what all of them compute is the same.
-Between a matrix that is cut by columns and the next one, cut by rows, each has other units, and
-would drop the same places of them. A dropout layer there draws by rank instead; what else drops
-there, such as `functional.dropout()`, is refused.
+Ranks that share matrices share their random numbers, so that replicated activations are equal.
+Between a matrix cut by columns and the next one, cut by rows, each rank has different units, but
+would drop the same positions. A dropout layer there uses a separate seed per rank. Other kinds of
+dropout there, such as `functional.dropout()`, are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,22 +27,22 @@ DROPPING = {
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 }  # fmt: skip
 Use = tuple[str, int]
-"""The innermost module in which something is dropped, and how often before in that module."""
+"""The innermost module around a dropout, and the number of earlier dropouts in that module."""
 
 
 def draw_by_rank(
     modules: Sequence[nn.Module], run: Callable[[], object], inputs: Tree, parts: Parts
 ) -> None:
-    """Have dropout layers that are given a part of a tensor draw by rank.
+    """Make dropout layers that receive a part of a tensor draw different numbers on each rank.
 
     Args:
-        modules: the model or this rank's stages, cut.
-        run: sends `inputs` through them, without gradients; all ranks call it.
-        inputs: of one sample.
-        parts: the ranks, and the model as it is without being cut.
+        modules: the cut model, or this rank's cut stages.
+        run: sends `inputs` through the modules, without gradients; all ranks call it.
+        inputs: the inputs of `run`.
+        parts: the ranks, and the uncut model.
 
     Raises:
-        UsageError: on all ranks; another kind of dropout is given a part.
+        UsageError: on all ranks; another kind of dropout receives a part.
     """
     if parts.layout.tp == 1 or parts.config.infers:
         return
@@ -71,9 +71,9 @@ def draw_by_rank(
 
 
 def _whole(parts: Parts, inputs: Tree) -> Mapping[Use, torch.Size | None]:
-    """Return the shapes without tensor parallelism."""
+    """Return the dropout inputs' shapes without tensor parallelism."""
     for device in (torch.device("meta"), torch.device("cpu")):
-        # What depends on numbers runs on the CPU only.
+        # Models that read values of tensors run on the CPU only.
         with suppress(RuntimeError, NotImplementedError):
             model = parts.sketch(device).eval()
             given = mapped(partial(Tensor.to, device=device), inputs)
@@ -84,7 +84,7 @@ def _whole(parts: Parts, inputs: Tree) -> Mapping[Use, torch.Size | None]:
 
 
 class _Dropping(TorchFunctionMode):
-    """Notes what dropout is given in which module; `None` for a DTensor, which knows its part."""
+    """Records the shape of each dropout's input by module; `None` for a DTensor."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Dropping(TorchFunctionMode):
         return self
 
     def _leave(self, *_: object) -> None:
-        # A hook that returned a name would replace the layer's output.
+        # The hook must return None: another value would replace the layer's output.
         self._running.pop()
 
     def __exit__(self, *failure: Any) -> None:

@@ -1,23 +1,23 @@
-"""Fully sharded data parallel (FSDP2): each rank keeps a part of every parameter.
+"""Fully sharded data parallel (FSDP2): each rank keeps a shard of every parameter.
 
 torch shards a model in units: here the task's pieces, and one unit for the rest of the model.
-Before a unit runs, its ranks gather its parameters; after it, they let them go. In the backward
-pass they gather again, and the unit's gradients are summed and shared out at once. With two data
-axes (`hsdp`), parameters are sharded along one and replicated along the other, so that the
-gathering stays within a node.
+Before a unit runs, its ranks all-gather its parameters; afterwards they free them. The backward
+pass gathers the parameters again, and reduce-scatters the unit's gradients at once. With two data
+axes (`hsdp`), parameters are sharded along one and replicated along the other, so that all-gathers
+stay within a node.
 
-All of that goes by position and size: ranks that do it in another order, or for other parameters,
-get each other's numbers without an error, or wait for ever. Data that take another branch through
-the model on each rank must therefore change nothing of it: `Units` sees to that.
+These collectives match tensors by position and size. Ranks with another order, or with other
+parameters, get each other's numbers without an error, or hang. If data take different branches of
+the model on each rank, the collectives must therefore stay the same: `Units` ensures that.
 
-Mixed precision gives the numbers of autocast, with half as much to gather. Autocast casts a matrix
-when a layer multiplies by it, and the backward pass needs that copy again. Under sharding, copies
-that outlive their layer would add up to the whole model on every rank. Therefore a rank casts its
-shard before the ranks gather it, which gives the same numbers: of the weights of linear layers and
-convolutions, which nothing but multiplications reads. Norms, embeddings and a layer's own
-parameters are gathered as they are, since autocast leaves them alone or rounds results only. FSDP's
-own policy would round all of them, and the inputs of each unit, which lose what makes them
-different where they lie far from 0.
+Mixed precision gives the same numbers as autocast, with half as much to gather. Autocast casts a
+matrix when a layer multiplies by it, and the backward pass needs this copy again. Under sharding,
+copies that outlive their layer would add up to the whole model on every rank. Therefore each rank
+casts its shard before the all-gather, which gives the same numbers. Only the parameters of linear
+layers and convolutions are cast, as nothing but multiplications reads them. Norms, embeddings and a
+layer's own parameters are gathered uncast, since autocast ignores them or rounds only results.
+FSDP's own policy would round all parameters, and the inputs of each unit: values far from 0 would
+lose their differences.
 """
 
 import warnings
@@ -55,10 +55,9 @@ _MULTIPLIED: dict[type[nn.Module], tuple[str, ...]] = {
     nn.ConvTranspose3d: ("weight", "bias"),
     nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias"),
 }
-"""What a layer's own forward() gives to multiplications that autocast lowers, and to nothing else.
-"""
+"""Parameters that a layer's own forward() uses only in multiplications lowered by autocast."""
 MOST = 0.1
-"""Share of a device's memory that whole gradients may take for the sake of fewer exchanges."""
+"""Share of device memory that unsharded gradients may take, to save exchanges."""
 
 
 def apply(
@@ -66,15 +65,16 @@ def apply(
 ) -> "Units":
     """Shard a model along `mesh`: one dimension to shard, or two to replicate and to shard.
 
-    In place: afterwards its parameters are other objects, DTensors, so an optimizer that was built
-    before would train nothing, silently.
+    Works in place: parameters become new objects, DTensors. An optimizer that was built before
+    would train nothing, without an error.
 
-    Pieces that share a parameter are sharded with the whole: it stays gathered from the first of
-    them to the last, and its gradients from all of them are added before they are reduced.
+    Pieces that share a parameter belong to the unit of the whole model: the parameter stays
+    gathered from the first piece to the last, and gradients from all pieces are added before the
+    reduction.
 
     Raises:
-        UsageError: a parameter is empty or has no dimension to be shared out, or another type than
-            the parameters that it would be reduced with.
+        UsageError: a parameter is empty or has no dimension to shard, or its type differs from
+            that of other parameters in its unit.
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -94,11 +94,11 @@ def apply(
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    # No casts by torch: see the top of this file.
+    # No casts by torch: see the docstring of this module.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     units = own_units(model, pieces)
     _check_types(model, units, task=task)
-    # Last the whole: it takes what no piece has taken.
+    # The whole model comes last: its unit takes the parameters outside the pieces' units.
     for module in [*map(model.get_submodule, units), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if config.precision != "fp32":
@@ -107,7 +107,7 @@ def apply(
         if isinstance(module, FSDPModule):
             # Losses are sums, so gradients must be as well: no division by the number of ranks.
             module.set_gradient_divide_factor(1.0)
-            # A plain sum: torch would multiply by that factor on the way, which gloo cannot.
+            # A plain sum: gloo cannot multiply by that factor during the reduction.
             module.set_force_sum_reduction_for_comms(True)
             # Parameters that only some ranks' data use are reduced like all others.
             module.set_reduce_scatter_unused_params(True)
@@ -116,7 +116,7 @@ def apply(
 
 
 def _check_types(model: nn.Module, units: Sequence[str], *, task: str) -> None:
-    """Refuse units whose trained parameters are of several types: torch reduces them as one.
+    """Refuse a unit with trained parameters of several types: torch reduces them as one.
 
     Raises:
         UsageError: names one parameter of each type.
@@ -145,7 +145,7 @@ def _within(name: str, pieces: Iterable[str]) -> bool:
 
 
 def own_units(model: nn.Module, pieces: Sequence[str]) -> list[str]:
-    """Name the pieces that are gathered by themselves: they share no parameter, and have some."""
+    """Name the pieces that become separate units: they have parameters, and share none."""
     homes: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         within = [piece for piece in pieces if name.startswith(f"{piece}.")]
@@ -156,7 +156,7 @@ def own_units(model: nn.Module, pieces: Sequence[str]) -> list[str]:
 
 
 def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Make modules share parameters again after `to_empty()`, which makes one for each of them."""
+    """Restore shared parameters after `to_empty()`, which gives each module a separate one."""
     for places in ties:
         module, name = places[0]
         tie(places, module.get_parameter(name))
@@ -166,7 +166,7 @@ def tie_again(model: nn.Module, ties: Sequence[Sequence[tuple[nn.Module, str]]])
 
 
 def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield each sharded module with torch's groups of the parameters that it gathers."""
+    """Yield each sharded module with each of its FSDP parameter groups."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -174,22 +174,22 @@ def _parameter_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 class Units:
-    """The units of one model on this rank, watched from within torch's own hooks."""
+    """The units of one model on this rank, observed through torch's own hooks."""
 
     def __init__(
         self, model: nn.Module, pieces: Sequence[str], *, task: str, look: bool = True
     ) -> None:
         """Watch a sharded model, itself a unit, and the units in it, in the order of the pass.
 
-        `look`: in the first step, also at what parameters hold.
+        `look`: in the first step, also compare the values of parameters.
         """
         self._model, self.pieces, self._task = model, tuple(pieces), task
         self._next = 0
         self._with_gradient: set[int] = set()
         self._groups: list[Any] = []
         self._names: dict[int, str] = {}
-        # Of the whole parameters, which are copies that a unit's ranks gather: how often torch has
-        # written in them, and until the first step is over, what they hold.
+        # For gathered copies of parameters: torch's count of writes, and checksums until the first
+        # step is over.
         self._versions: dict[int, int] = {}
         self._contents: dict[int, Tensor] | None = {} if look else None
         self._overwritten: set[int] = set()
@@ -197,7 +197,7 @@ class Units:
         self._tensors: list[Tensor] = []
         self._before: list[int] = []
         numbers = {id(model.get_submodule(name)): n for n, name in enumerate(self.pieces)}
-        # Public hooks would be compiled along with a piece, or come too early or too late.
+        # Public hooks would be compiled along with a piece, or run too early or too late.
         for module, group in _parameter_groups(model):
             self._groups.append(group)
             group.pre_forward = self._before_use(group, group.pre_forward)
@@ -212,13 +212,13 @@ class Units:
             model.register_forward_hook(self._end_pass)
 
     def begin_step(self) -> None:
-        """Forget which parameters have had gradients."""
+        """Reset the record of parameters with gradients."""
         self._with_gradient.clear()
 
     def without_gradient(self) -> frozenset[str]:
-        """Name the parameters to which this rank's data have given no gradient in this step."""
+        """Name the parameters without a gradient from this rank's data in this step."""
         if not self._names:
-            # Not before: weights that begin on the device `meta` are replaced after sharding.
+            # Not earlier: weights on the device `meta` are replaced after sharding.
             owners = {id(p): name for name, p in self._model.named_parameters()}
             self._names = {
                 id(parameter): owners[id(parameter.sharded_param)]
@@ -232,7 +232,7 @@ class Units:
         return frozenset(self._names[number] for number in missing)
 
     def has_written(self) -> bool:
-        """Whether a pass of this step has written a gathered copy; asked once per step."""
+        """Whether a pass of this step has written a gathered copy; call this once per step."""
         if self._copies is None:
             # Ranks gather into the same tensors in every step.
             pairs = [
@@ -254,7 +254,7 @@ class Units:
         return bool(self._overwritten)
 
     def written(self) -> list[str]:
-        """Name the parameters whose copies have been written."""
+        """Name the parameters with overwritten copies."""
         owners = {id(p): name for name, p in self._model.named_parameters()}
         overwritten = [
             parameter
@@ -262,12 +262,12 @@ class Units:
             for parameter in group.fsdp_params
             if id(parameter) in self._overwritten
         ]
-        # A module has the one or the other: stages of a pipeline stay gathered.
+        # A module holds the shard or the gathered copy: pipeline stages stay gathered.
         both = [(id(p.sharded_param), id(p._unsharded_param)) for p in overwritten]
         return [owners[own if own in owners else gathered] for own, gathered in both]
 
     def _before_use(self, group: Any, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Note what a unit's whole parameters hold, in the first step."""
+        """Record checksums of a unit's gathered parameters in the first step."""
 
         def enter(*arguments: Any) -> Any:
             result = pre_forward(*arguments)
@@ -281,7 +281,7 @@ class Units:
         return enter
 
     def _after_use(self, group: Any, post_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Compare with that, before they are dropped: torch counts no writes through `.data`."""
+        """Compare checksums before copies are freed: torch counts no writes through `.data`."""
 
         def leave(*arguments: Any) -> Any:
             if self._contents is not None:
@@ -296,7 +296,7 @@ class Units:
         return leave
 
     def _noting(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Note which of a unit's parameters have gradients, before zeros stand in for the rest."""
+        """Record a unit's parameters with gradients, before the others get zeros."""
 
         def note(*arguments: Any) -> Any:
             for parameter in group.fsdp_params:
@@ -311,7 +311,7 @@ class Units:
         return note
 
     def _in_turn(self, number: int, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Refuse to run a piece when another is due: its peers would gather that one."""
+        """Refuse a piece that runs out of order: other ranks would gather the expected piece."""
 
         def enter(*arguments: Any) -> Any:
             if number != self._next:
@@ -343,14 +343,14 @@ class Units:
 
 
 def _wanting_gradient(post_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the backward pass reach a unit on every rank, also where its data went around it.
+    """Make the backward pass reach a unit on every rank, even if the rank's data bypassed it.
 
-    Otherwise this rank would gather and reduce it later than its peers, or not at all.
+    Otherwise this rank would gather and reduce the unit later than its peers, or never.
     """
 
     def leaf(value: object) -> object:
         if isinstance(value, Tensor) and value.is_floating_point():
-            # Another one than was given, which may be the data themselves.
+            # A new tensor: the given one may be part of the batch.
             return value.detach().requires_grad_()
         return value
 
@@ -364,8 +364,8 @@ def _wanting_gradient(post_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gather_matrices_in(precision: torch.dtype, model: nn.Module) -> None:
-    """Have ranks cast what layers only multiply by, to autocast's precision, before they gather."""
-    # Gradients are added up as exactly as in one process.
+    """Cast parameters used only in multiplications to `precision` before ranks gather them."""
+    # Gradients are summed with the precision of one process.
     as_it_is = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     lowered = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
 
@@ -374,7 +374,7 @@ def _gather_matrices_in(precision: torch.dtype, model: nn.Module) -> None:
 
     for _, group in _parameter_groups(model):
         parameters: list[Any] = group.fsdp_params
-        # A unit's gradients are of one type; and autocast casts nothing but fp32.
+        # A unit's gradients have one type, and autocast casts only fp32.
         if {p.sharded_param.dtype for p in parameters} == {torch.float32}:
             for parameter in parameters:
                 policy = lowered if _only_multiplied(parameter) else as_it_is
@@ -395,10 +395,10 @@ def _only_multiplied(parameter: Any) -> bool:
 
 
 def _widen_gradients(group: Any) -> None:
-    """Bring the gradients of one unit to the type in which they are reduced, all together.
+    """Cast the gradients of one unit to the type of their joint reduction.
 
-    A parameter that was gathered in half precision has such a gradient, as autocast's copy of it
-    would.
+    A parameter gathered in half precision has a gradient in half precision, as has a copy made by
+    autocast.
     """
     for parameter in group.fsdp_params:
         if parameter.param_dtype is None or not hasattr(parameter, "_unsharded_param"):
@@ -407,7 +407,7 @@ def _widen_gradients(group: Any) -> None:
         parameter.to_accumulated_grad_if_needed()
         unused = parameter.unsharded_accumulated_grad is None
         if unused and group.reduce_grads and parameter.sharded_param.requires_grad:
-            # What stands in for it on a rank whose data do not use it.
+            # This rank's data do not use the parameter: send zeros.
             parameter.unsharded_accumulated_grad = torch.zeros_like(
                 parameter.unsharded_param, dtype=parameter.reduce_dtype
             )
@@ -415,32 +415,32 @@ def _widen_gradients(group: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSync:
-    """When gradients are reduced in a step of several micro-batches, and the reason for it.
+    """When gradients are reduced in a step of several micro-batches, and the reason.
 
-    After the last of them: once per step, but until then each rank keeps the gradients of all
-    parameters whole, where otherwise it has its part only. Or after each of them: as often, but
-    nothing whole is kept. (Copies of a shard, with `--dp-replicate`, are summed after the last one
-    either way.)
+    After the last micro-batch: one reduction per step, but until then each rank keeps unsharded
+    gradients of all parameters. After each micro-batch: more reductions, but each rank keeps only
+    sharded gradients. (Replicas of a shard, with `--dp-replicate`, are summed after the last
+    micro-batch either way.)
     """
 
     when: Literal["last", "each"]
-    """After which micro-batches of a step gradients are reduced."""
+    """The micro-batches of a step that are followed by a reduction."""
     why: str
-    """In words; empty where both are the same."""
+    """The reason in words; empty if both choices are the same."""
 
     def __str__(self) -> str:
         which = "the last" if self.when == "last" else "each"
         return f"gradients are reduced after {which} micro-batch: {self.why}" if self.why else ""
 
     def prepare(self, model: nn.Module, *, last: bool) -> None:
-        """Let the next backward pass, the step's last or not, exchange gradients or add them up."""
+        """Set up the next backward pass, the step's last or not, to reduce or add up gradients."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last or self.when == "each")
             model.set_requires_all_reduce(last)
 
 
 def choose_gradient_sync(parts: Parts, model: nn.Module, micro_batches: int) -> GradientSync:
-    """Choose for a model that has been sharded; all ranks call this, and choose alike."""
+    """Choose for a sharded model; all ranks call this and make the same choice."""
     config, layout = parts.config, parts.layout
     sharded = layout.dp_shard * layout.cp > 1
     if layout.pp > 1:
@@ -452,18 +452,18 @@ def choose_gradient_sync(parts: Parts, model: nn.Module, micro_batches: int) -> 
         return GradientSync(when=chosen, why=f"--gradient-sync {chosen}")
     whole = whole_gradients(model.parameters())
     if not config.dry_run:
-        # Ranks may have devices of several sizes.
+        # Ranks may have devices with different memory sizes.
         return by_memory(whole, min(parts.group.gather(devices.memory_of_a_rank(parts.group))))
     given = config.device_memory
     return by_memory(whole, None if given is None else parse_size(given))
 
 
 def by_memory(whole: int, device: int | None) -> GradientSync:
-    """Reduce after the last micro-batch only where whole gradients take little of the memory.
+    """Reduce after the last micro-batch if unsharded gradients take little of the memory.
 
     Args:
         whole: bytes of the gradients of all parameters that a rank gathers.
-        device: bytes of a rank's device; None: not known.
+        device: bytes of a rank's device; None: unknown.
 
     >>> by_memory(7 * 2**30, 80 * 2**30).when, by_memory(9 * 2**30, 80 * 2**30).when
     ('last', 'each')
@@ -480,9 +480,9 @@ def by_memory(whole: int, device: int | None) -> GradientSync:
 
 
 def whole_gradients(parameters: Iterable[nn.Parameter]) -> int:
-    """Count the bytes of gradients that are not shared out along the data axes.
+    """Count the bytes of gradients that are not sharded along the data axes.
 
-    The same on each rank: of what tensor parallelism cuts, the largest part counts.
+    The count is equal on all ranks: for a tensor-parallel parameter, it uses the largest part.
     """
     total = 0
     for parameter in parameters:
@@ -494,6 +494,6 @@ def whole_gradients(parameters: Iterable[nn.Parameter]) -> int:
             for name, placement in zip(names, parameter.placements, strict=True):
                 if name == "tp" and not placement.is_replicate():
                     count = -(-count // parameter.device_mesh["tp"].size())
-        # FSDP adds up those of micro-batches in the type in which it reduces them, fp32 at least.
+        # FSDP accumulates gradients over micro-batches in the reduction type, fp32 at least.
         total += count * max(parameter.element_size(), torch.float32.itemsize)
     return total

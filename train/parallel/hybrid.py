@@ -1,8 +1,8 @@
-"""Any product of sharded data, tensor and context parallelism, and each of them alone.
+"""Any combination of sharded data, tensor and context parallelism, and each of them alone.
 
-Order matters. Matrices are cut first (tensor parallel), then attention is split along the sequence
-(context parallel), and last the data axes are laid around what is left: `fully_shard` sees the cut
-parameters, and cuts them once more along another dimension of the same mesh.
+The order matters. Tensor parallelism cuts matrices first, then context parallelism splits attention
+along the sequence. The data axes come last: `fully_shard` receives the cut parameters, and shards
+them again along another dimension of the same mesh.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from .consistency import named_tensors, some_of
 from .replacement import LossReads
 
 DATA = ("dp_replicate", "fsdp")
-"""Dimensions of the mesh whose ranks see different samples, or different parts of a sequence."""
+"""Mesh dimensions with different samples, or different parts of a sequence, on each rank."""
 
 
 class Composed(WholeModel):
@@ -37,7 +37,7 @@ class Composed(WholeModel):
         names = self.task.pieces(self.model)
         self._slice, self._units = parallelise(self.model, names, parts, mesh)
         at = parts.layout.coordinates(parts.group.rank_info.rank)
-        # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
+        # All ranks of a tensor-parallel group compute the same loss; only the first reports it.
         self._reports = at["tp"] == 0
         self._predicts = at["tp"] == at["cp"] == 0
         self.axes = (self.shard, at["cp"])
@@ -48,7 +48,7 @@ class Composed(WholeModel):
         self.gradient_sync = fsdp.choose_gradient_sync(parts, self.model, self.micro_batches())
 
     def warm_up(self, batch: Batch) -> None:
-        """Refuse a model that does not bear cutting its sequences, or sharding its pieces."""
+        """Refuse a model if its sequences cannot be cut, or its pieces cannot be sharded."""
         if self._units:
             flags = f"--strategy {self.parts.config.strategy_on(self.parts.group.rank_info)}"
             pieces.check_at_home(self.parts, batch, self._units.pieces, flags=flags)
@@ -62,7 +62,7 @@ class Composed(WholeModel):
         return self._slice.of(batch)
 
     def accumulate(self, micro_batches: Sequence[Batch], factor: float = 1.0) -> Sums:
-        """Add the gradients of the summed loss; exchange them at the times of `gradient_sync`."""
+        """Add the gradients of the summed loss; `gradient_sync` decides when to reduce them."""
         self.start_training()
         if self._units:
             self._units.begin_step()
@@ -76,11 +76,11 @@ class Composed(WholeModel):
         return total if self._reports else Sums(loss=torch.zeros_like(total.loss), count=0)
 
     def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step."""
+        """Name the parameters without a gradient from this rank's data in this step."""
         return self._units.without_gradient() if self._units else frozenset()
 
     def loss_reads(self) -> AbstractContextManager[object]:
-        """Refuse a loss that reads weights of which each rank has a part, in the first step."""
+        """Refuse a loss that reads sharded weights; only the first step is checked."""
         if self._has_lost or self.parts.layout.world_size == 1:
             return nullcontext()
         self._has_lost = True
@@ -92,11 +92,11 @@ class Composed(WholeModel):
         return super().has_written() or copies
 
     def written(self) -> list[str]:
-        """Name the parameters that have been written so."""
+        """Name the parameters that passes have written."""
         return [*super().written(), *(self._units.written() if self._units else ())]
 
     def lost_write(self, names: Sequence[str]) -> str:
-        """Describe why a write is lost: units drop the copies that they have gathered."""
+        """Describe why a write is lost: units free their gathered copies."""
         if self._units:
             return f"{some_of(names)}, of which ranks gather copies and drop them after use"
         return super().lost_write(names)
@@ -110,17 +110,17 @@ class Composed(WholeModel):
         return Tally(loss=torch.zeros_like(sums.loss), score=torch.zeros_like(sums.score), count=0)
 
     def predict(self, batch: Batch) -> Tree | None:
-        """Run the model without gradients; one rank of those that share the batch has outputs."""
+        """Run the model without gradients; one rank per shared batch returns the outputs."""
         own = self._slice.of(batch)
         outputs = self._slice.joined(mapped(full, self.outputs(own.inputs)), own)
         return outputs if self._predicts else None
 
 
 def build_mesh(parts: Parts) -> DeviceMesh:
-    """Arrange the ranks in the dimensions along which parameters are cut.
+    """Create the mesh with the dimensions along which parameters are cut.
 
-    The ranks of one sequence (cp) have the same parameters and different gradients, just like those
-    of different samples: both are one dimension here, `fsdp`.
+    The ranks of one sequence (cp) have the same parameters and different gradients, just like ranks
+    with different samples. Both form one dimension here, `fsdp`.
     """
     layout = parts.layout
     sizes = {
@@ -133,21 +133,21 @@ def build_mesh(parts: Parts) -> DeviceMesh:
 
 
 class Settlement:
-    """What follows a step's last backward pass on each rank, beside the reduction into shards.
+    """The work on each rank after a step's last backward pass, besides the reduction into shards.
 
-    Gradients of cut parameters are laid out like these, those of uncut ones are compared, and
-    running statistics are averaged.
+    Gradients of cut parameters get the layout of their parameters, gradients of uncut parameters
+    are compared, and running statistics are averaged.
     """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, parts: Parts) -> None:
-        """Take the model or this rank's stages, when no tensor is on the device `meta` any more."""
+        """Set the model or this rank's stages, once no tensor is on the device `meta`."""
         self._modules, self._parts = modules, parts
         self._running_statistics = [p for m in modules for p in batchnorm.moving_places(m)]
         self._data_groups = [group for group in map(mesh.get_group, DATA) if group.size() > 1]
         self._mesh, self._first_step = mesh, True
 
     def run(self) -> None:
-        """Do it; all ranks call this, and compare gradients in the first step only."""
+        """Do this work; all ranks call this. Gradients are compared in the first step only."""
         for module in self._modules:
             tp.finish_gradients(module, self._parts.layout.tp)
         if self._first_step:
@@ -162,22 +162,22 @@ def parallelise(
 ) -> tuple[cp.SequenceSlice, fsdp.Units | None]:
     """Split a model, or one pipeline stage of it, by the layout.
 
-    Returns this rank's part of each sequence, and the units that are gathered and reduced along the
-    data axes; None: nothing is.
+    Returns this rank's part of each sequence, and the units that are sharded along the data axes;
+    None if there are none.
     """
     layout, config = parts.layout, parts.config
     if layout.tp > 1:
         tp.apply(model, parts.task, mesh["tp"], config)
     sequence = cp.apply(model, parts)
     if config.sync_batch_norm:
-        # Others hold the same samples, or another stage.
+        # Other ranks have the same samples, or another stage.
         group = mesh[DATA]._flatten("data").get_group()
         limit_waiting(group, timeout_s=config.timeout_s)
         batchnorm.limit_to_group(model, group)
     compilation.compile_pieces(model, pieces, config, cut=layout.tp > 1)
     units, name = None, parts.task.name
     if layout.dp_replicate > 1:
-        # Also where nothing is sharded: DDP does not know tensor-parallel parameters.
+        # Even without sharding: DDP does not support tensor-parallel parameters.
         units = fsdp.apply(model, pieces, mesh["dp_replicate", "fsdp"], config, task=name)
     elif layout.dp_shard * layout.cp > 1:
         units = fsdp.apply(model, pieces, mesh["fsdp"], config, task=name)
@@ -185,15 +185,16 @@ def parallelise(
 
 
 def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
-    """Give modules on the device `meta` their weights: rank 0 makes them and sends them.
+    """Initialise modules on the device `meta`: rank 0 makes the weights and sends them.
 
-    One tensor at a time: no other rank ever holds more than its own parts and one whole tensor.
+    Rank 0 sends one tensor at a time, so other ranks never hold more than their own parts and one
+    whole tensor.
     """
     device = parts.group.device
     # Stages may share parameters with each other.
     together = nn.ModuleList(modules)
     ties = consistency.ties_of(together)
-    # Offloaded parameters live in the host's memory from the start; FSDP insists.
+    # FSDP requires offloaded parameters to be in host memory from the start.
     together.to_empty(device="cpu" if parts.config.cpu_offload else device)
     fsdp.tie_again(together, ties)
     for owner in together.modules():
@@ -208,7 +209,7 @@ def materialise(modules: Sequence[nn.Module], parts: Parts) -> None:
     for names in parts.group.broadcast(list(names_of.values())):
         sent = {names[0]: weights[names[0]].detach()} if first else {}
         whole = parts.group.broadcast_tensors(sent, source=0)[names[0]]
-        # Under any name: a stage may hold the second of two only.
+        # Look up every name: a stage may hold the tensor only under its second name.
         own = next((mine[name] for name in names if name in mine), None)
         if own is not None:
             copy_part(whole, own)

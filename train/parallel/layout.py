@@ -1,7 +1,8 @@
 """The arrangement of ranks: sizes of the five axes of parallelism, and the slice of each rank.
 
-The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`: the innermost talk most
-and are neighbours, on one node if possible. Pure arithmetic, without torch.
+The axes, outermost first, are `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. The ranks of the
+innermost axes communicate most, and are neighbours, on one node if possible. Pure arithmetic,
+without torch.
 """
 
 import math
@@ -28,12 +29,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many ranks this takes."""
+        """Number of ranks in the layout."""
         return math.prod(self.sizes().values())
 
     @property
     def shards(self) -> int:
-        """How many slices a global batch is cut into."""
+        """Number of slices of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     def sizes(self) -> dict[str, int]:
@@ -41,19 +42,19 @@ class Layout:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Position of a rank on each axis."""
         by_axis = {}
         for axis, size in reversed(self.sizes().items()):
             rank, by_axis[axis] = divmod(rank, size)
         return dict(reversed(by_axis.items()))
 
     def shard(self, rank: int) -> int:
-        """Which slice of the global batch a rank works on."""
+        """Number of a rank's slice of the global batch."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def __str__(self) -> str:
-        """Write the axes that are used, such as `pp 2 x tp 4`."""
+        """List the axes with several ranks, such as `pp 2 x tp 4`."""
         used = [f"{axis} {size}" for axis, size in self.sizes().items() if size > 1]
         return " x ".join(used) or "1 rank"
 
@@ -66,18 +67,18 @@ OWN_AXIS = {
     "tp": "tp",
     "cp": "cp",
 }
-"""The axis that a strategy's name lays the ranks along."""
+"""The axis along which a strategy arranges its ranks."""
 ALONE = ("single", "dataparallel", "manual")
-"""Strategies of one process: devices, if several, are used by its threads or in turn."""
+"""Strategies with a single process, which uses several devices by threads or in turn."""
 
 
 def resolve(
     strategy: str, sizes: Mapping[str, int | None], *, world_size: int, local_world_size: int
 ) -> Layout:
-    """Arrange `world_size` ranks by the strategy's name and the sizes that were given.
+    """Arrange `world_size` ranks by the strategy's name and the given sizes.
 
-    The axis of the strategy's name takes the ranks that the given sizes leave over; other axes are
-    1. `hsdp` shards within a node and replicates across nodes (within one node: 2 copies).
+    The axis of the strategy takes the remaining ranks; other axes without a given size have size 1.
+    `hsdp` shards within a node and replicates across nodes (within one node: 2 copies).
 
     Raises:
         UsageError: the product of the sizes is not the number of ranks; shows the arithmetic.
@@ -104,7 +105,7 @@ def resolve(
                 "--strategy ps needs a server and at least one trainer, but there is 1 rank: use "
                 "torchrun --nproc-per-node 2 or more, or --spawn 2 or more"
             )
-        # Each trainer draws slices of its own; rank 0 serves.
+        # Each trainer draws different slices; rank 0 is the server.
         return Layout(dp_replicate=world_size)
     if strategy in ("ddp", "local-sgd") and (
         others := {axis for axis, size in given.items() if size > 1} - {OWN_AXIS[strategy]}
@@ -140,7 +141,7 @@ def flag(axis: str) -> str:
 
 
 def _way_out(chosen: Mapping[str, int], world_size: int) -> str:
-    """Name the axis whose size would make it fit, or how many ranks would."""
+    """Suggest a size of an axis, or a number of ranks, that fits."""
     product = math.prod(chosen.values())
     start = f"start {counted(product, 'rank')}"
     for axis in ("dp_replicate", "dp_shard"):

@@ -1,13 +1,13 @@
-"""Local SGD: ranks train by themselves, and become one model again every few steps.
+"""Local SGD: ranks train separately, and average their models every few steps.
 
-With slow links between ranks, exchanging gradients each step is what takes the time. Here each rank
-makes optimizer steps of its own on its slice of each batch; every `--local-steps` steps all take
-the mean of their weights (Stich, "Local SGD Converges Fast and Communicates Little", 2019), and in
-the first `--local-start` steps after each (post-local SGD, Lin et al. 2020). It computes something
-else than one process does: only with SGD and an averaging after every step is it the same.
+With slow links between ranks, the exchange of gradients dominates the step time. Here each rank
+makes local optimizer steps on its slice of each batch. Every `--local-steps` steps, all ranks
+average their weights (Stich, "Local SGD Converges Fast and Communicates Little", 2019); during the
+first `--local-start` steps, they average after each step (post-local SGD, Lin et al. 2020). The
+result differs from that of one process, except with SGD and an average after every step.
 
-Not torch.distributed.algorithms.model_averaging: that averages weights but not the optimizer's
-moments, and counts steps by itself, so no checkpoint would hold the whole state.
+torch.distributed.algorithms.model_averaging is not used: it averages weights but not the
+optimizer's moments, and keeps a step count that no checkpoint would save.
 """
 
 import math
@@ -23,14 +23,14 @@ from .base import Parts, Sums, WholeModel, scale
 
 
 class LocalSgd(WholeModel):
-    """Averages weights and the optimizer's moments now and then."""
+    """Averages weights and the optimizer's moments every few steps."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts, parts.model())
         compilation.compile_whole(self.model, parts.config)
         self._last_step = 0
         self._step_count, self._factor = 0, 1.0
-        # Items seen since the last averaging: a rank with more of them weighs more.
+        # Items since the last average: they are this rank's weight in the next one.
         self._items = 0
         self._uneven = False
         self._parameters: list[tuple[str, nn.Parameter]] = []
@@ -44,35 +44,36 @@ class LocalSgd(WholeModel):
         lacking = [(n, p) for n, p in self._parameters if p.grad is None and p.requires_grad]
         self._without_gradient = frozenset(name for name, _ in lacking)
         if self.parts.config.local_steps == 1:
-            # Other ranks' samples may reach it, as they do experts of a router. One process would
-            # step it then: so do momentum and weight decay here, for the mean of all ranks.
+            # Other ranks' samples may reach the parameter, such as an expert behind a router. One
+            # process would then step it. So momentum and weight decay apply here as well, for the
+            # mean over all ranks.
             for _, parameter in lacking:
                 parameter.grad = torch.zeros_like(parameter)
         return sums
 
     def scale_gradients(self, factor: float) -> None:
-        """Make the gradients those of the mean over this rank's items alone."""
+        """Scale gradients to those of the mean loss over this rank's items only."""
         scale(self._parameters, 1.0 / (max(self._step_count, 1) * self._factor))
 
     def agree_on_norm(self, norm: float) -> float:
-        """Keep each rank's own norm, unless one of them is not finite: then all must stop."""
+        """Return this rank's norm, or NaN if any rank's norm is not finite: then all must stop."""
         bad_ranks = self.parts.group.sum([not math.isfinite(norm)])[0]
         return math.nan if bad_ranks else norm
 
     def after_step(self, step: int) -> None:
-        """Average after each of the first steps, then after every so many."""
+        """Average after each of the first steps, then every `--local-steps` steps."""
         self._last_step = step
         self._uneven |= self.unevenly_trained
         if self.settled(step):
             self._average()
 
     def finish(self) -> None:
-        """Average at the end, whenever that is."""
+        """Average after the last step, unless this has been done."""
         if not self.settled(self._last_step):
             self._average()
 
     def unlike(self, names: Sequence[str]) -> list[str]:
-        """Name the parameters that differ, unless all do as ranks have made steps of their own."""
+        """Name the parameters that differ; between averages all may differ, and none is named."""
         return super().unlike(names) if self.settled(self._last_step) else []
 
     def settled(self, step: int) -> bool:
@@ -81,9 +82,9 @@ class LocalSgd(WholeModel):
         return step <= config.local_start or step % config.local_steps == 0
 
     def _average(self) -> None:
-        """Take the mean over the ranks, weighted by items, in one exchange.
+        """Average over the ranks, weighted by items, in one exchange.
 
-        It is taken of what differs between ranks: weights, moments, running statistics.
+        This includes all tensors that differ between ranks: weights, moments, running statistics.
         """
         if not self.parts.group.connected:
             return
@@ -91,13 +92,13 @@ class LocalSgd(WholeModel):
         state = self._optimizer.tensors()
         if self._uneven and self.parts.config.local_steps > 1:
             state = self._state_of_all(state)
-        # Counters of steps are alike by now; a mean could only round them.
+        # Step counters are already equal; a mean could only round them.
         moments = [tensor for key, tensor in state.items() if not key.endswith("/step")]
         tensors = [*weights, *moments, *batchnorm.moving_buffers(self.model)]
         device = self.parts.group.device
-        # The weight travels along, as the last number.
+        # The last number carries the rank's weight.
         columns = [tensor.reshape(-1).to(device) for tensor in tensors]
-        # torch joins numbers of any types but those of one byte.
+        # torch.cat() joins tensors of different types, except one-byte types.
         columns = [c.float() if c.itemsize == 1 else c for c in columns]
         flat = torch.cat([*columns, torch.ones(1, device=device)]) * self._items
         dist.all_reduce(flat)
@@ -108,9 +109,9 @@ class LocalSgd(WholeModel):
         self._items, self._uneven = 0, False
 
     def _state_of_all(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add to an optimizer's state that of parameters that only other ranks have trained.
+        """Add optimizer state for parameters that only other ranks have trained.
 
-        It starts at zero here; counters of steps become the largest of any rank.
+        The new state is zero; step counters become the largest of any rank.
         """
         slots = {key: (tensor.shape, tensor.dtype) for key, tensor in state.items()}
         steps = {key: tensor.item() for key, tensor in state.items() if key.endswith("/step")}

@@ -2,15 +2,15 @@
 
 `single` is the reference that every other strategy must equal.
 
-`dataparallel` is nn.DataParallel, a thread per GPU, kept for comparison; `ddp` is what to use.
-Before every pass the model is copied from the first GPU to all others, after it their outputs are
-gathered there, and gradients as well: the first GPU does and holds more than the rest, and Python's
-threads take turns. `report()` prints how much more.
+`dataparallel` is nn.DataParallel, with a thread per GPU, for comparison only; use `ddp` instead.
+Before every pass, the model is copied from the first GPU to all others; afterwards, outputs and
+gradients are gathered on the first GPU. The first GPU has more work and holds more data than the
+others, and Python's threads take turns. `report()` describes the difference.
 
 `manual` is model parallel by hand: successive pieces of the model on a list of devices. Activations
-move from device to device as they come along; while one computes, the others wait. What a pipeline
-does better can be seen beside `pipeline/`. The list may name one device several times: `cpu,cpu`
-goes the same way as `cuda:0,cuda:1`.
+move from device to device; while one device computes, the others wait. Compare `pipeline/`, which
+avoids most of this wait. The list may name one device several times: `cpu,cpu` runs the same code
+as `cuda:0,cuda:1`.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ class Single(WholeModel):
 
 
 class Threaded(WholeModel):
-    """Splits each batch over the GPUs; loss and gradients are those of the whole batch."""
+    """Splits each batch over the GPUs; the loss and gradients are those of the whole batch."""
 
     def __init__(self, parts: Parts) -> None:
         listed = parts.config.devices
@@ -66,9 +66,9 @@ class Threaded(WholeModel):
         super().__init__(parts, parts.model(torch.device("cpu")).to(gpus[0]))
         self._device = gpus[0]
         compilation.compile_whole(self.model, parts.config)
-        # The loss is computed on the gathered outputs: a sum over the whole batch, as it must be.
-        # A loss within each thread would have to be summed by hand; its mean would be wrong.
-        # Beside GPUs that are not in the list it would insist on one.
+        # The loss uses the gathered outputs: a sum over the whole batch, as required. Losses per
+        # thread would have to be summed by hand; their mean would be wrong.
+        # Without listed GPUs, nn.DataParallel would still use one if the machine has any.
         if self._gpus:
             # toolkit: allow data-parallel: for comparison with the other strategies
             self.run = nn.DataParallel(self.model, device_ids=self._gpus)
@@ -98,7 +98,7 @@ class Threaded(WholeModel):
         return f"peak memory: {listed}{most if len(peaks) > 1 else ''}"
 
     def _arithmetic(self) -> str:
-        """Count what the first device holds and the others do not."""
+        """Describe how much more memory the first device needs than the others."""
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         config = self.parts.config
         copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
@@ -120,10 +120,10 @@ class Threaded(WholeModel):
 
 
 class Manual(WholeModel):
-    """Runs the plain model, whose pieces fetch their inputs to where they are."""
+    """Runs the plain model; each piece moves its inputs to the piece's device."""
 
     def __init__(self, parts: Parts) -> None:
-        # On the host: no device need ever hold the whole.
+        # On the host, so that no device ever holds the whole model.
         super().__init__(parts, parts.model(torch.device("cpu")))
         self._devices = devices(parts.config.devices)
         sizes = split.piece_sizes(self.model, self.task)
@@ -137,14 +137,14 @@ class Manual(WholeModel):
             compilation.compile_pieces(self.model, names, parts.config)
 
     def describe(self) -> str:
-        """Describe which device holds what."""
+        """Describe which device holds which pieces."""
         return "; ".join(
             f"{device}: {size:,} parameters ({', '.join(names)})"
             for device, size, names in zip(self._devices, self._sizes, self._groups, strict=True)
         )
 
     def own_part(self, batch: Batch) -> Batch:
-        """Put the targets where the outputs will be."""
+        """Move the targets to the device of the outputs."""
         last = self._devices[-1]
         return replace(batch, targets=mapped(lambda tensor: tensor.to(last), batch.targets))
 
@@ -154,7 +154,7 @@ def _fetch(device: torch.device, module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 
 def devices(listed: str | None) -> list[torch.device]:
-    """Read a list of devices such as `cuda:0,cuda:1` or `cpu,cpu`; by default all GPUs, or the CPU.
+    """Parse a list of devices such as `cuda:0,cuda:1`; by default all GPUs, or the CPU.
 
     Raises:
         UsageError: the device does not exist.

@@ -1,12 +1,12 @@
-"""Do a task's pieces, one after the other, make up the forward pass of its model?
+"""Check that a task's pieces, one after another, make up the forward pass of its model.
 
-A pipeline runs the pieces and nothing else: what the model's own `forward()` does beside them (a
-factor, a sum, a branch around one of them) would be left out without an error. Sharded data
-parallel gathers a piece's parameters while that piece runs, and only then.
+A pipeline runs only the pieces: other operations of the model's `forward()` (a factor, a sum, a
+branch around a piece) would be left out without an error. Sharded data parallel gathers a piece's
+parameters only while that piece runs.
 
-Before the first step two samples go through the model and through its pieces. On the device
-`meta`, which costs next to nothing, the two sequences of operations are compared. A model whose
-branches depend on its data runs on the CPU instead, and the outputs are compared.
+Before the first step, two samples go through the model and through its pieces. The two sequences of
+operations are compared on the device `meta`, at almost no cost. If a model's branches depend on its
+data, the outputs are compared on the CPU instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,18 @@ from ..model.trees import Tree, mapped, tensors_of
 from .base import Parts
 
 FAR = 1e-6
-"""Beside the size of the outputs; the operations are the same ones, in the same order."""
+"""Largest difference relative to the norm of the outputs; both run the same operations."""
 MOST_READS = 1000
-"""How often a model may read a number of its data before it is taken for a loop."""
+"""Reads of numbers from its data after which a model is considered to loop."""
 
 
 def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
-    """Make sure, with two of rank 0's samples, that the pieces are all that the model does.
+    """Make sure, with two samples of rank 0, that the model runs its pieces and nothing else.
 
-    Messages name the flags that run the pieces by themselves.
+    Messages name `flags`, which run the pieces separately.
 
     Raises:
-        UsageError: on all ranks; the model does something else, too.
+        UsageError: on all ranks; the model differs from its pieces.
     """
     problem = ""
     if parts.group.rank_info.rank == 0 and len(batch):
@@ -48,9 +48,9 @@ def check_complete(parts: Parts, batch: Batch, *, flags: str) -> None:
 
 
 def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: str) -> None:
-    """Make sure that parameters which are gathered for a piece are used in that piece only.
+    """Make sure that parameters gathered for a piece are used in that piece only.
 
-    `units` are the pieces that are sharded by themselves, under these flags.
+    `units` are the pieces that become separate units with `flags`.
 
     Raises:
         UsageError: on all ranks; names the parameter.
@@ -58,10 +58,10 @@ def check_at_home(parts: Parts, batch: Batch, units: Sequence[str], *, flags: st
     if not units or not len(batch):
         return
     abroad: list[tuple[str, str]] = []
-    # Tensors on `meta` have no numbers: a branch on them goes the one way, and then the other.
+    # Tensors on `meta` have no values: try both directions of a branch on them.
     for number in (0, 1):
         record = _Record(number)
-        # What cannot run there is refused by torch at the first step.
+        # If the model cannot run there, torch refuses it at the first step.
         with suppress(Exception):
             model = parts.sketch(torch.device("meta"))
             record.watch(model, units)
@@ -85,15 +85,15 @@ def looks_at_data(parts: Parts, batch: Batch) -> bool:
 
 
 _Operation = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
-"""Its name, the parameters that it takes, and the shapes of all tensors that it takes."""
+"""An operation's name, its parameters, and the shapes of all its tensors."""
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of a forward pass, and which parameters they take."""
+    """Records the operations of a forward pass, and their parameters."""
 
     def __init__(self, number: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # What the model gets for a number that `meta` does not have, and how often it has.
+        # The number returned for each read of a value on `meta`, and the count of reads.
         self._number, self._reads = number, 0
         self.operations: list[_Operation] = []
         self.abroad: list[tuple[str, str]] = []
@@ -130,7 +130,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _difference(parts: Parts, inputs: Tree) -> str:
-    """Describe in what the model differs from its pieces; '' if in nothing."""
+    """Describe how the model differs from its pieces; '' if it does not."""
     try:
         model = parts.sketch(torch.device("meta"))
         whole, apart = _Record(), _Record()

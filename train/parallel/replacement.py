@@ -1,8 +1,8 @@
-"""Does anything still refer to the tensors that a strategy has replaced?
+"""Find references to tensors that a strategy has replaced.
 
-Sharding, tensor parallelism and `--meta-init` put other objects in the place of a model's
-parameters and buffers. What refers to the old ones stays behind: a hook never runs again, and a
-list, a closure or a view made in `__init__()` keeps the initial weights for ever.
+Sharding, tensor parallelism and `--meta-init` replace a model's parameters and buffers with other
+objects. References to the old objects become stale: a hook never runs again, and a list, a closure
+or a view made in `__init__()` keeps the initial weights.
 """
 
 import gc
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .base import Parts
 
 DEEP = 3
-"""How many containers deep the holder of a tensor is looked for."""
+"""Nesting depth of containers in the search for the holder of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class _Original:
 
 
 class Originals:
-    """A model's parameters and buffers as they are before a strategy cuts it; keeps none alive."""
+    """Weak references to a model's parameters and buffers before a strategy cuts the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_name = {
@@ -48,9 +48,9 @@ class Originals:
         }
 
     def problem(self, modules: Iterable[nn.Module], *, hooks: bool) -> str:
-        """Describe what still refers to a tensor that `modules` no longer have; '' if nothing does.
+        """Describe a reference to a tensor that `modules` no longer have; '' if there is none.
 
-        `hooks`: the model is trained, so that hooks on parameters matter.
+        `hooks`: the model is trained, so hooks on parameters matter.
         """
         modules = list(modules)
         now = {name: t for module in modules for name, t in named_tensors(module).items()}
@@ -66,10 +66,10 @@ class Originals:
                     "the parameter is replaced by a part of it; do the same in forward(), or to "
                     "the loss, or use --strategy ddp"
                 )
-        # Most models hold no tensor twice, and then nothing need be collected.
+        # Most models hold no tensor twice, and then need no garbage collection.
         if not _held(replaced, now):
             return ""
-        # Modules whose forward() has been replaced are cycles, and go only now.
+        # A replaced forward() makes its module a reference cycle, which only this call frees.
         gc.collect()
         for name, (holds, original) in _held(replaced, now).items():
             place = _holder(modules, original) or (
@@ -83,12 +83,12 @@ class Originals:
         return ""
 
     def watch_stages(self, stages: Sequence[nn.Module], *, in_parts: bool) -> "Borrowed":
-        """Watch for parameters that a rank's stages use without having them.
+        """Watch for parameters that a rank's stages use but do not hold.
 
-        `in_parts`: the backward pass goes through each stage's graph in two parts, one of which
+        `in_parts`: the backward pass goes through each stage's graph in two parts, and one part
         finds parameters by the stage's modules.
         """
-        # The tensors as well: an identity may be used again.
+        # Keep the tensors as well: Python may reuse the id of a freed object.
         alive = {
             id(tensor): (name, tensor)
             for name, original in self._by_name.items()
@@ -98,7 +98,7 @@ class Originals:
 
 
 class Borrowed(TorchFunctionMode):
-    """Looks at what the functions of a forward pass through some stages are given."""
+    """Inspects the arguments of functions in a forward pass through some stages."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Borrowed(TorchFunctionMode):
         self._stages, self._originals, self._in_parts = stages, originals, in_parts
         self._own = {id(tensor) for stage in stages for tensor in named_tensors(stage).values()}
         self.problem = ""
-        """What is wrong with the first of them; '' if nothing is."""
+        """The first problem found; '' if there is none."""
 
     def __enter__(self) -> "Borrowed":
         self._handles = [
@@ -149,7 +149,7 @@ class Borrowed(TorchFunctionMode):
 
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters of all models that a task has made in this process, with their names."""
+"""Parameters of all models that a task has made in this process, with their names."""
 
 
 def note_made(model: nn.Module) -> None:
@@ -159,7 +159,7 @@ def note_made(model: nn.Module) -> None:
 
 
 class LossReads(TorchFunctionMode):
-    """Looks at what the functions of a loss are given, and refuses weights that are not whole."""
+    """Inspects the arguments of functions in a loss, and refuses weights that are not whole."""
 
     def __init__(self, modules: Iterable[nn.Module], parts: "Parts") -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class LossReads(TorchFunctionMode):
         self._cut = {id(p): name for name, p in named if isinstance(p, DTensor)}
         self._parts = parts
         self.name = ""
-        """The first parameter that is read; '' if none is."""
+        """The first such weight that the loss reads; '' if there is none."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -176,7 +176,7 @@ class LossReads(TorchFunctionMode):
         for tensor in tensors_of((args, dict(kwargs or {}))) if not self.name else ():
             name = self._cut.get(id(tensor), "")
             if not name and id(tensor) not in self._whole and tensor.requires_grad:
-                # Of another stage, or of a model that was made to be looked at.
+                # The tensor may belong to another stage, or to a model made for inspection.
                 name = _made.get(tensor, "")  # type: ignore[no-untyped-call]  # torch's
             self.name = self.name or name
         return func(*args, **(kwargs or {}))
@@ -187,7 +187,7 @@ class LossReads(TorchFunctionMode):
             raise UsageError(self.problem()) from failure[1]
 
     def problem(self) -> str:
-        """Describe what is wrong; '' if nothing is."""
+        """Describe the problem; '' if there is none."""
         if not self.name:
             return ""
         parts = self._parts
@@ -202,7 +202,7 @@ class LossReads(TorchFunctionMode):
 def _held(
     replaced: Mapping[str, _Original], now: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, _Original]]:
-    """Find the replaced tensors that are still referred to, or whose memory is."""
+    """Find replaced tensors with a remaining reference, to the tensor or to its memory."""
     used = {storage.cdata for tensor in now.values() if (storage := _storage(tensor))}
     held = {}
     for name, original in replaced.items():
@@ -216,7 +216,7 @@ def _held(
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # What torch packs into types of its own has no storage.
+    # Some special tensor types of torch have no storage.
     with suppress(RuntimeError, NotImplementedError):
         return StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
     return None
@@ -227,7 +227,7 @@ def _expired(storage: StorageWeakRef) -> bool:
 
 
 def _hook(tensor: Tensor) -> str:
-    """Name the function that has registered a hook on a tensor; '' if none has."""
+    """Name the method that registered a hook on a tensor; '' without a hook."""
     if tensor._backward_hooks:
         return "register_hook()"
     accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
@@ -235,7 +235,7 @@ def _hook(tensor: Tensor) -> str:
 
 
 def _holder(modules: Sequence[nn.Module], original: _Original) -> str:
-    """Name the attribute of a module that holds a tensor or its memory; '' if none does."""
+    """Name the module attribute that holds a tensor or its memory; '' if there is none."""
     wanted = original.tensor()
     for module in modules:
         for name, owner in module.named_modules():

@@ -1,9 +1,9 @@
-"""The gradients of layers with sparse ones, under data parallel.
+"""The exchange of sparse gradients under data parallel.
 
-DistributedDataParallel (torch 2.13) divides by the number of ranks twice what comes after such a
-layer in its backward pass, takes no gradient that `loss()` has made dense, and fails where a rank's
-batch uses no row at all. So it leaves these parameters alone, and they are exchanged here: each
-rank sends the rows that its batch has used.
+DistributedDataParallel (torch 2.13) has three faults with such layers. Gradients that follow the
+layer in the backward pass are divided by the number of ranks twice. A gradient that `loss()` has
+made dense is rejected. A rank fails if its batch uses no row. So these parameters are exchanged
+here instead: each rank sends the rows that its batch has used.
 """
 
 import torch
@@ -16,13 +16,13 @@ NONE, SPARSE, DENSE = 0, 1, 2
 
 
 class SparseGradients:
-    """Those of one model; all ranks make the same calls."""
+    """The sparse gradients of one model; all ranks make the same calls."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = sparse.layers(model)
         own = {id(layer.weight) for layer in layers.values()}
         trained = {id(p) for p in model.parameters() if p.requires_grad}
-        # DistributedDataParallel insists on a parameter of its own.
+        # DistributedDataParallel requires at least one parameter.
         self._parameters = [p for p in model.parameters() if id(p) in own and own != trained]
         shared = {id(p) for p in self._parameters}
         self.names = [
@@ -31,7 +31,7 @@ class SparseGradients:
         """All names of these parameters."""
 
     def average(self) -> None:
-        """Replace the gradients by their means over all ranks."""
+        """Replace the gradients with their means over all ranks."""
         if not self._parameters:
             return
         kinds = [_kind(parameter.grad) for parameter in self._parameters]
@@ -59,7 +59,7 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _sum_of_rows(own: Tensor) -> Tensor:
-    """Add sparse tensors of all ranks; of shape [rows, ...], by rows."""
+    """Sum the sparse tensors of all ranks by rows. Shape [rows, ...]."""
     ranks = dist.get_world_size()
     counts = torch.zeros(ranks, dtype=torch.int64, device=own.device)
     counts[dist.get_rank()] = own.values().shape[0]

@@ -1,7 +1,7 @@
 """Tensor parallel: ranks share each layer's matrices, by columns and then by rows.
 
-Between the layers the sequence is cut instead (sequence parallel), so that norms and residuals are
-not computed by all ranks alike. Which layer is cut how is the task's to say: `tensor_plan()`.
+Between these layers the sequence is cut instead (sequence parallel), so that ranks do not repeat
+each other's work on norms and residuals. The task's `tensor_plan()` defines how each layer is cut.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +30,13 @@ from .base import Parts, local
 def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> None:
     """Cut a model along `mesh`, in place: its parameters become DTensors.
 
-    What torch loses on the way is put back: it makes two parameters of one that two modules share,
-    and trains a frozen one of a module whose style is SequenceParallel.
+    Afterwards this restores two properties that torch loses: a parameter shared by two modules
+    becomes two parameters, and a frozen parameter of a module with style SequenceParallel becomes
+    trainable.
 
     Raises:
-        UsageError: the task has no plan, or a size cannot be shared by so many ranks, or modules
-            that share a parameter would cut it in different ways, or a layer is parametrized.
+        UsageError: the task has no plan, a size does not divide by the number of ranks, modules cut
+            a shared parameter in different ways, or a layer is parametrized.
     """
     plan = task.tensor_plan(model, ranks=mesh.size(), loss_parallel=config.loss_parallel)
     if not plan:
@@ -43,7 +44,7 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
             f"--tp {mesh.size()}: task {task.name!r} has no tensor-parallel plan; give it a method "
             "tensor_plan(), or use --strategy fsdp"
         )
-    # A pipeline stage holds some of the pieces only.
+    # A pipeline stage holds only some of the pieces.
     here = {name for name, _ in model.named_modules()}
     plan = {name: plan[name] for name in plan if name in here}
     names = {id(module): name for name, module in model.named_modules()}
@@ -86,17 +87,17 @@ def _cut(parameter: nn.Parameter) -> str:
 
 
 def _check_even(model: nn.Module, plan: Mapping[str, ParallelStyle], *, ranks: int) -> None:
-    """Refuse a linear layer whose rows or columns ranks cannot share evenly.
+    """Refuse a linear layer with rows or columns that do not divide evenly among ranks.
 
-    Between two such layers torch passes each rank's part on as a plain tensor, and takes all parts
-    to be of one size when it puts them together again.
+    Between two such layers, torch passes each rank's part on as a plain tensor, and assumes parts
+    of equal size when it joins them again.
     """
     for prefix, module in model.named_modules():
         style = plan.get(prefix)
         if not isinstance(module, nn.Linear):
             continue
         if isinstance(style, ColwiseParallel) and not style.use_local_output:
-            continue  # its output knows how it is cut
+            continue  # its output is a DTensor
         for name, parameter in module.named_parameters(recurse=False):
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             for dim in [p.dim for p in placements if isinstance(p, Shard)]:
@@ -111,12 +112,12 @@ def _check_even(model: nn.Module, plan: Mapping[str, ParallelStyle], *, ranks: i
 
 
 def finish_gradients(model: nn.Module, ranks: int) -> None:
-    """Lay every gradient out like its parameter.
+    """Give every gradient the layout of its parameter.
 
-    torch does not. Behind sequence parallelism a rank has the gradient of its part of the time, a
-    DTensor that is `Partial`, and the gradient of an embedding cut by rows is whole on all ranks.
-    DTensor operations know; using the local tensor, to clip by its norm for instance, is silently
-    wrong. Here, after the last micro-batch, it costs one exchange per step.
+    torch does not. After sequence parallelism, a rank has the gradient from its part of the
+    sequence, a `Partial` DTensor. The gradient of an embedding cut by rows is whole on all ranks.
+    DTensor operations handle both, but use of the local tensor, for example to clip by its norm, is
+    silently wrong. After the last micro-batch, a new layout costs one exchange per step.
     """
     if ranks == 1:
         return
@@ -127,8 +128,7 @@ def finish_gradients(model: nn.Module, ranks: int) -> None:
         placements = parameter.placements
         if gradient.placements == tuple(placements):
             continue
-        # An offloaded gradient lies in the host's memory, where ranks that talk through NCCL have
-        # no way to each other.
+        # An offloaded gradient is in host memory, from which NCCL cannot send.
         home, way = local(gradient).device, gradient.device_mesh.device_type
         moved = gradient if home.type == way else cast("DTensor", gradient.to(way))
         moved = moved.redistribute(placements=placements)
@@ -142,11 +142,11 @@ MIXED = "got mixed torch.Tensor and DTensor"
 def check_uncut_gradients(
     modules: Sequence[nn.Module], mesh: DeviceMesh, *, task: str, halves: bool
 ) -> None:
-    """Make sure that the ranks of `mesh` have the same gradients of all that is not cut.
+    """Make sure that the ranks of `mesh` have the same gradients for all uncut parameters.
 
-    A parameter that the task's plan leaves out is whole on each rank. If a rank applies it to its
-    own part of the heads or of the time, each rank has only a part of its gradient, and nothing
-    sums the parts. With `halves`, gradients come of half precision, which rounds by half a percent.
+    A parameter outside the task's plan is whole on each rank. If ranks apply the parameter to
+    different heads or parts of the sequence, each rank has only a part of its gradient, and nothing
+    sums the parts. With `halves`, gradients have half precision, which rounds by half a percent.
 
     Raises:
         UsageError: on all ranks; names a parameter.
@@ -154,7 +154,7 @@ def check_uncut_gradients(
     ranks, gradients = mesh.size(), {}
     for module in modules if ranks > 1 else ():
         for name, parameter in module.named_parameters():
-            # The plan looks after the gradients of the parameters that it has been given.
+            # Parameters in the plan already have correct gradients.
             dims = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
             if parameter.grad is not None and "tp" not in (dims or ()):
                 gradients[name] = local(parameter.grad)
@@ -189,7 +189,7 @@ def losses_stay_apart(parts: Parts) -> Iterator[None]:
         with loss_parallel() if apart else nullcontext():
             yield
     except RuntimeError as error:
-        # Of a pipeline, torch raises another one about it.
+        # In a pipeline, torch wraps this error in another one.
         reason = next((str(e) for e in (error, error.__cause__) if MIXED in str(e)), "")
         if ranks == 1 or not reason:
             raise

@@ -1,20 +1,21 @@
-"""Do ranks that must hold the same still hold the same?
+"""Check that ranks which must hold the same tensors still do.
 
-A layer that is trained on one rank only, a counter of a rank's own samples, a bit that a device has
-flipped: none of it raises an error, and a checkpoint takes each tensor from some rank. So ranks
-compare checksums of all that several of them hold, before each checkpoint and every so many steps:
-parameters, saved buffers, and what the step depends on; at a checkpoint, the optimizer's state too,
-unless it was compared a moment ago.
+A layer trained on one rank only, a counter of a rank's samples or a bit flip raises no error, and a
+checkpoint takes each tensor from one of the ranks that hold it. So ranks compare checksums of all
+replicated tensors before each checkpoint and every so many steps: parameters, saved buffers, the
+position in the run and the loss scale. A checkpoint also compares the optimizer's state, unless it
+was compared recently.
 
-Each rank sums up all tensors that the same ranks hold, where they lie (see `checksum`). Nothing is
-exchanged for it: the digits of the sum and their squares travel with what ranks add up anyway,
-before a checkpoint and in the next step. Of n ranks that hold the same, n times the sum of squares
-is the square of the sum; of others it is more. Only then do ranks exchange the sums of tensors, to
-name these.
+Each rank computes one checksum for all tensors that the same ranks hold (see `checksum`). The
+comparison needs no extra exchange: the digits of the checksum and their squares travel with numbers
+that ranks sum up before a checkpoint and in the next step. If n ranks have the same digit, n times
+the sum of squares equals the square of the sum; otherwise it is larger. Only then do ranks exchange
+the checksums of single tensors, to name those that differ.
 
-Left out, as it may differ: tensors along the ranks of a tensor-parallel group that are no whole
-numbers, since each rank computes them anew and a GPU need not add in the same order twice; and the
-same along all ranks, where these have different processors.
+Two comparisons are left out, as values may differ. Ranks of one tensor-parallel group do not
+compare floating-point tensors with each other: each rank computes them separately, and a GPU need
+not add in the same order twice. If ranks have different processors, no rank compares floating-point
+tensors.
 """
 
 import math
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
     from .base import Strategy
 
 SHARE = 0.0003
-"""Of the time of steps, what summing up between checkpoints may take: the least of them, so that
-adding up, and what summing up does to the caches, have room."""
+"""Share of the step time that checksums between checkpoints may take. The shortest step counts,
+which leaves time for the all-reduce and for the effect of checksums on caches."""
 UNKNOWN = 32
-"""Steps between two comparisons before their cost is known; the first does what is done once."""
+"""Steps between two comparisons while their cost is unknown; the first includes one-time work."""
 SELDOM = 4
-"""So many times as many steps pass before the optimizer's state, which is larger, is compared."""
+"""The optimizer's state, which is larger, is compared after this many times as many steps."""
 DIGIT_BITS = 16
-"""Of a number that is compared: sums of its digits' squares are exact up to 2**21 ranks."""
+"""Bits per digit of a checksum: sums of squared digits are exact up to 2**21 ranks."""
 SHIFTS = range(0, 8 * WORD, DIGIT_BITS)
 
 Key = tuple[str, str]
-"""A tensor's name, and which part of it; equal for ranks that must hold the same."""
+"""A tensor's name and its part; equal on ranks that must hold the same values."""
 
 
 class Watch:
@@ -58,21 +59,21 @@ class Watch:
     ) -> None:
         self._strategy, self._optimizer, self._scaler = strategy, optimizer, scaler
         self._group = strategy.parts.group
-        # Of a parameter server, only it knows what the next step's loss is scaled by.
+        # With a parameter server, only the server knows the scale of the next step's loss.
         served = strategy.parts.config.strategy_on(self._group.rank_info) == "ps"
         self._compares_scale = scaler.enabled and not served
-        # Of what model() has made.
+        # Tensors that model() has made.
         self._names = frozenset(strategy.model_state())
         self._plans: dict[bool, _Plan | None] = {}
-        # What a step has taken at the least: others hold waits for something else.
+        # The shortest step so far: longer ones contain other waits.
         self._step_s = math.inf
-        # What comparing has taken of late, on average: caches are cold more or less.
+        # Average of recent comparisons: their cost varies with the state of the caches.
         self._cost_s = 0.0
-        # How many steps this rank would have between two comparisons, by what they have cost.
+        # Steps between two comparisons that this rank would choose, given their cost.
         self._interval = 0
         self._started, self._last = 0.0, 0
         self._next: float = 1 if self._group.rank_info.world_size > 1 else math.inf
-        # From which step on a checkpoint compares the optimizer's state.
+        # The first step at which a checkpoint compares the optimizer's state.
         self._next_moments = 0.0
 
     def due(self, step: int) -> bool:
@@ -90,7 +91,7 @@ class Watch:
         Args:
             progress: where the run is.
             model: the strategy's `model_state()`, if it is at hand.
-            moments: the optimizer's state, if it is to be compared, too, where it is time.
+            moments: the optimizer's state, compared only if it is due.
         """
         if self._group.rank_info.world_size == 1 or not self._group.connected:
             return []
@@ -105,7 +106,7 @@ class Watch:
         plan = self._plans.get(everything)
         if made := plan is None:
             plan = self._plans[everything] = _Plan(self._strategy, model, moments)
-        # A later step may train parameters that had no state so far, perhaps on this rank alone.
+        # A later step may train parameters without optimizer state so far, even on one rank only.
         known = plan.names == names
         numbers = plan.numbers(tensors if known else None, position)
         if not (everything or made) and progress.step > self._last:
@@ -119,10 +120,10 @@ class Watch:
         return [*numbers, self._interval, not known]
 
     def check(self, totals: Sequence[float]) -> None:
-        """Make sure that replicas are equal, by the sums over all ranks of `numbers()`.
+        """Make sure that replicas are equal, given the sums of `numbers()` over all ranks.
 
         Raises:
-            UsageError: on all ranks; a buffer counts what differs from rank to rank.
+            UsageError: on all ranks; a buffer's whole numbers differ from rank to rank.
             ReplicaError: on all ranks; another tensor differs.
         """
         if not totals:
@@ -132,7 +133,7 @@ class Watch:
         assert plan is not None, "numbers() has made it"
         *totals, interval, unknown = totals
         if unknown:
-            # What was summed up in a step has moved since: the next one compares.
+            # The tensors have changed since their checksum: the next step compares.
             self.check_names(self._last)
             self._plans[everything], self._next = None, self._last
             if everything:
@@ -140,21 +141,21 @@ class Watch:
             return
         if plan.unlike(totals):
             self._refuse(plan, position)
-        # The mean of what ranks would choose: the same on all of them.
+        # The mean of the ranks' choices is the same on all ranks.
         mean = interval / self._group.rank_info.world_size
         self._next = self._last + (math.ceil(mean) or UNKNOWN)
         if everything:
             self._next_moments = self._last + SELDOM * (self._next - self._last)
 
     def other_names(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Name what has come to this rank's model, or gone, since `model()` has made it."""
+        """Name the tensors that this rank's model has gained or lost since `model()` made it."""
         return sorted(self._names ^ model.keys())
 
     def check_names(self, step: int) -> None:
-        """Make sure that the model still has the tensors with which it was made.
+        """Make sure that the model still has exactly the tensors that `model()` made.
 
         Raises:
-            UsageError: on all ranks; it does not.
+            UsageError: on all ranks; a tensor is new or missing.
         """
         mine = self.other_names(self._strategy.model_state())
         if names := sorted({name for rank in self._group.gather(mine) for name in rank}):
@@ -166,7 +167,7 @@ class Watch:
             )
 
     def compare(self, progress: "TrainingProgress") -> None:
-        """Make sure that replicas are equal in everything, by an exchange of its own."""
+        """Compare replicas, including the optimizer's state, in a separate exchange."""
         self._next_moments = 0.0
         self.check(self._group.sum(self.numbers(progress, moments=self._optimizer.tensors())))
 
@@ -204,7 +205,7 @@ class Watch:
 
 
 def _minority(values: Mapping[int, object]) -> list[int]:
-    """Name the ranks that have another value than most; where two are as frequent, all."""
+    """Name the ranks without the most frequent value; on a tie, all ranks."""
     texts = [repr(value) for value in values.values()]
     counts = {text: texts.count(text) for text in texts}
     most = [text for text, count in counts.items() if count == max(counts.values())]
@@ -212,7 +213,7 @@ def _minority(values: Mapping[int, object]) -> list[int]:
 
 
 class _Plan:
-    """Which ranks hold which tensors; worked out once, as long as the names stay."""
+    """Which ranks hold which tensors; valid as long as the tensors' names do not change."""
 
     def __init__(
         self, strategy: "Strategy", model: Mapping[str, Tensor], moments: Mapping[str, Tensor]
@@ -239,26 +240,26 @@ class _Plan:
         for other, its_keys in enumerate(group.gather([*keys])):
             for key in its_keys:
                 holders.setdefault(key, []).append(other)
-        # What only one rank holds, nobody compares.
+        # Tensors on a single rank need no comparison.
         sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
         self._keys = [sorted(key for key in keys if tuple(holders[key]) == ranks) for ranks in sets]
         self._numbers = [[keys[key] for key in same] for same in self._keys]
         self._summands = [Summands() for _ in sets]
-        # The last number is of what all ranks have in common.
+        # The last number covers the position, which all ranks share.
         self._holders = [*map(len, sets), group.rank_info.world_size]
 
     def numbers(self, tensors: Sequence[Tensor] | None, position: Sequence[float]) -> list[float]:
-        """Return the digits of each set's sum, and their squares; None: of nothing."""
+        """Return the digits of each set's checksum, and their squares; without tensors, of 0."""
         sums = [
             summands.sum([tensors[number] for number in numbers]) if tensors and numbers else 0
             for summands, numbers in zip(self._summands, self._numbers, strict=True)
         ]
-        sums.append(hash(tuple(position)) % 2 ** (8 * WORD))  # of numbers, the same on all ranks
+        sums.append(hash(tuple(position)) % 2 ** (8 * WORD))  # hashes of numbers match across ranks
         digits = [one >> shift & (1 << DIGIT_BITS) - 1 for one in sums for shift in SHIFTS]
         return [*digits, *(digit * digit for digit in digits)]
 
     def each(self) -> dict[Key, int]:
-        """Return the last sums of the single tensors."""
+        """Return the last checksum of each tensor."""
         return {
             key: sum_
             for summands, keys in zip(self._summands, self._keys, strict=True)
@@ -267,7 +268,7 @@ class _Plan:
         }
 
     def unlike(self, totals: Sequence[float]) -> bool:
-        """Whether ranks have added up different digits."""
+        """Whether the ranks' digits differ."""
         half = len(totals) // 2
         holders = (count for count in self._holders for _ in SHIFTS)
         return any(
@@ -285,7 +286,7 @@ def _part(tensor: Tensor) -> str:
 
 
 def _processor(device: torch.device) -> str:
-    """Name the kind of processor that computes: others may round otherwise."""
+    """Name the processor model: models may round differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability()

@@ -1,1 +1,1 @@
-"""Traces of steps, and where their time went."""
+"""Traces of steps, and the time spent per activity."""

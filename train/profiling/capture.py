@@ -1,4 +1,4 @@
-"""`--profile 10:13`: trace these steps, and print where their time went.
+"""`--profile 10:13`: trace these steps, and print the time spent per activity.
 
 Every rank writes `profile/attempt-N/rank-R.json` into the run directory, a Chrome trace. `timeline`
 defines how time is split. Tracing makes short operators look slower than they are: compare the
@@ -31,7 +31,7 @@ class Profiler:
         self._trace: torch.profiler.profile | None = None
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """Surround a step, trace it if it is one of those, and write all after the last of them."""
+        """Surround a step: trace it if requested, and write the traces after the last of them."""
         profile = self.profile
         if profile is None or not profile.first <= number <= profile.last:
             return _OFF
@@ -48,11 +48,11 @@ class Profiler:
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
             else:
-                # kineto reports each start and stop on standard error, above its level of errors.
-                # With a GPU its reports matter: this process may lack the right to trace the GPU.
+                # kineto reports each start and stop on standard error, above its error level. With
+                # a GPU its reports matter: this process may lack the permission to trace the GPU.
                 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._trace = torch.profiler.profile(activities=activities)
-            # Before the first step's span: starting takes longer than many a step.
+            # Start before the first step's span: starting may take longer than a step.
             self._trace.start()
         with record_function(f"{STEP}{number}"):
             yield
@@ -62,7 +62,7 @@ class Profiler:
     def close(self) -> None:
         """Write and print the traces; for a run that ends before the last of the steps.
 
-        A trace that cannot be written is reported, and does not end the training.
+        A trace that cannot be written is reported, but does not end training.
         """
         trace, self._trace = self._trace, None
         if trace is None:
@@ -80,7 +80,7 @@ class Profiler:
 
 
 def _write(trace: torch.profiler.profile, path: Path) -> list[dict[str, object]]:
-    """Write a trace, and read it back: a file that a full disk cut short is noticed here."""
+    """Write a trace, and read it back to detect a file truncated by a full disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp.json")
     try:

@@ -1,4 +1,4 @@
-"""Where the time of a traced step went: from the events of a trace to a few numbers. No torch.
+"""Time spent per activity in traced steps, computed from the events of a trace, without torch.
 
 Each moment of a step counts once, for the first of these that holds at that moment:
 
@@ -8,8 +8,8 @@ data           the loop waits for its next batch, or the batch is on its way to 
 idle           none of these: Python, launching, or waiting for something that is not traced
 
 So communication hidden under compute costs nothing here; it is listed as `hidden`. The four
-parts sum up to the wall time of the steps. Where there is a GPU, only what the GPU does is compute:
-CPU operators that launch its kernels are not.
+parts sum up to the wall time of the steps. With a GPU, only work of the GPU counts as compute: the
+CPU operators that launch its kernels do not.
 """
 
 import re
@@ -30,7 +30,7 @@ DATA = "data"
 _BY_CPU = ("gloo:", "mpi:")
 _COMMUNICATION = (*_BY_CPU, "nccl:", "c10d::", "_c10d_functional::", "record_param_comms")
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch::distributed::")
-"""These only call others; on their own they wait, or keep books."""
+"""Operators that only call others; their remaining time is waiting or bookkeeping."""
 _COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
@@ -39,16 +39,16 @@ class Profile:
     """Which steps to trace, counted as in `metrics.jsonl`."""
 
     first: int
-    """The first one, from 1."""
+    """The first traced step, counted from 1."""
     last: int
-    """The last one, itself included."""
+    """The last traced step, inclusive."""
 
     @classmethod
     def parse(cls, text: str) -> "Profile":
         """Read `10:13`, or `10` for one step.
 
         Raises:
-            UsageError: it is not of that form, or ends before it begins.
+            UsageError: the text has another form, or the last step precedes the first.
 
         >>> Profile.parse("10:13")
         Profile(first=10, last=13)
@@ -79,15 +79,15 @@ class Split:
     """Seconds over all traced steps; the first four sum up to `wall`."""
 
     compute: float
-    """Something computes."""
+    """Time of computation."""
     communication: float
-    """Nothing computes, and ranks talk."""
+    """Time of communication without computation."""
     data: float
-    """Neither, and the loop waits for data."""
+    """Time of data loading without either."""
     idle: float
-    """None of these."""
+    """Time of none of these."""
     hidden: float
-    """Ranks talk while something computes; part of `compute`."""
+    """Time of communication during computation; part of `compute`."""
     wall: float
     """The traced steps from start to end."""
     steps: int
@@ -107,7 +107,7 @@ def split(events: Iterable[Event]) -> Split:
     pieces = list(_device_pieces(spans))
     has_device = bool(pieces)
     for kind, name, piece in _cpu_pieces(spans):
-        # Beside a GPU the CPU's operators and its calls of NCCL only give orders.
+        # With a GPU, the CPU's operators and NCCL calls only launch work.
         if not has_device or kind == "data" or name.startswith(_BY_CPU):
             pieces.append((kind, name, piece))
     busy: dict[Kind, list[Interval]] = defaultdict(list)
@@ -116,7 +116,7 @@ def split(events: Iterable[Event]) -> Split:
         busy[kind].append(piece)
         if name != DATA and not name.startswith(STEP):
             times[name].append(length(overlap([piece], steps)))
-    # An asynchronous message lasts until its end, also beside operators of the requesting thread.
+    # An asynchronous message lasts until its end, even during operators of the requesting thread.
     busy["communication"] += [
         _interval(e) for e in spans if str(e["name"]).startswith(_BY_CPU) and _on_cpu(e)
     ]
@@ -155,10 +155,10 @@ def _interval(event: Event) -> Interval:
 
 
 def _device_pieces(spans: Sequence[Event]) -> Iterator[tuple[Kind, str, Interval]]:
-    """Yield the times of a GPU's work. Its events are not nested: each keeps its whole time."""
+    """Yield the intervals of a GPU's work. Its events are not nested: each keeps its whole time."""
     fetches = union(_interval(e) for e in spans if e["name"] == DATA and _on_cpu(e))
-    # Copies to the GPU outside of these are no batch: parameters from the host's memory, or numbers
-    # to exchange.
+    # Copies to the GPU outside of these intervals carry something else than a batch: parameters
+    # from host memory, or numbers to exchange.
     fetched = {
         _correlation(e): overlap([_interval(e)], fetches)
         for e in spans

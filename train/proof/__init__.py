@@ -1,4 +1,4 @@
-"""Proof before training: a strategy trains the user's own model as one process does."""
+"""Proof before training that a strategy trains the user's model like one process."""
 
 from .proving import Verdict, prove
 

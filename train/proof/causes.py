@@ -1,7 +1,7 @@
-"""Why a training differs from that of one process, and what to do about it.
+"""Why a training differs from that of one process, and how to fix it.
 
-What can be decided by looking at the plain model, or by a pass through it, is decided so. Other
-kinds of models are refused by the checks of strategies (`train.parallel`), which come before.
+Causes are found by inspection of the plain model, or by a pass through it. The checks of strategies
+(`train.parallel`), which run earlier, refuse other kinds of models.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,34 +27,34 @@ UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What is unusual about a model; most of it by the name of a parameter or buffer."""
+    """Unusual properties of a model, mostly as names of parameters and buffers."""
 
     thawed: tuple[str, ...] = ()
-    """Parameters that a new model does not train, and that it trains after some passes."""
+    """Parameters that are frozen in a new model, but trained after some passes."""
     hooked: tuple[str, ...] = ()
     """Parameters with hooks on their gradients."""
     hooked_modules: tuple[str, ...] = ()
     """Modules with hooks on their backward pass."""
     written: tuple[str, ...] = ()
-    """Parameters whose values a forward pass in training changes."""
+    """Parameters with values that a forward pass in training changes."""
     moved: tuple[str, ...] = ()
     """Saved buffers that a forward pass changes or replaces."""
     moved_unsaved: tuple[str, ...] = ()
-    """Buffers with `persistent=False` that it does."""
+    """Buffers with `persistent=False` that a forward pass changes or replaces."""
     remembered: tuple[str, ...] = ()
-    """Attributes of modules that it does."""
+    """Attributes of modules that a forward pass changes."""
     remembered_by_task: tuple[str, ...] = ()
-    """Attributes of the task that the loss does."""
+    """Attributes of the task that the loss changes."""
     in_several_places: tuple[tuple[str, str, str], ...] = ()
-    """Buffers and attributes that it changes of a module with several places, and two of these."""
+    """Changed buffers and attributes of modules with several names, each with two such names."""
 
 
 def observe(model: nn.Module, samples: Batch, task: "Task") -> Observations:
-    """Look at a new plain model, and at what passes in training do to it and to the task."""
+    """Inspect a new plain model, and how training passes change the model and the task."""
     model.train()
     parameters = dict(model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    # A teacher that is still equal to its student is written, and stays as it is.
+    # Versions as well: a write to a teacher that still equals its student keeps the value.
     values = {name: (p.detach().clone(), p._version) for name, p in parameters.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     saved = model.state_dict().keys()
@@ -104,7 +104,7 @@ def observe(model: nn.Module, samples: Batch, task: "Task") -> Observations:
 
 
 def _attributes(model: nn.Module) -> dict[str, object]:
-    """Return what modules keep beside parameters and buffers, by name."""
+    """Return the attributes of modules besides parameters and buffers, by name."""
     return {
         f"{name}.{attribute}".removeprefix("."): value
         for name, module in model.named_modules()
@@ -115,7 +115,7 @@ def _attributes(model: nn.Module) -> dict[str, object]:
 def likeliest(difference: Difference, seen: Observations) -> str:
     """Return the most likely cause of a difference, and the fix.
 
-    What was observed of the very tensor that differs comes first, then what was observed at all.
+    Observations about the tensor that differs come first, then all others.
     """
     name = difference.name
     if difference.kind == "optimizer state":
@@ -128,7 +128,7 @@ def likeliest(difference: Difference, seen: Observations) -> str:
 
 
 def otherwise(seen: Observations) -> str:
-    """Return the cause where nothing else explains a difference."""
+    """Return the cause of a difference that has no other explanation."""
     if seen.hooked_modules:
         return (
             f"module {some(seen.hooked_modules)} has a hook on its backward pass, which sees the "
@@ -197,7 +197,7 @@ def _causes(difference: Difference, seen: Observations) -> Iterator[tuple[Iterab
 
 
 def some(names: Iterable[str]) -> str:
-    """Quote names, the first of many."""
+    """Quote the first two names, with a count of the rest."""
     listed = list(names)
     rest = len(listed) - 2
     return ", ".join(map(repr, listed[:2])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Two states of a training compared: the first difference, and what rounding may explain."""
+"""Comparison of two training states: the first difference beyond rounding."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,32 +13,32 @@ LOSS = "the loss"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A training after a step, whole tensors under the plain model's names."""
+    """The state of a training after a step; whole tensors under the plain model's names."""
 
     loss: float
     """Mean over the items of the step's batch."""
     model: Mapping[str, Tensor]
     """Parameters and saved buffers."""
     optimizer: Mapping[str, Tensor]
-    """By `<parameter>/<slot>`."""
+    """State tensors by `<parameter>/<slot>`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first thing in which a training differs from that of one process."""
+    """The first difference between a training and that of one process."""
 
     name: str
-    """Of a parameter or buffer, `<parameter>/<slot>` of the optimizer, or `the loss`."""
+    """A parameter, a buffer, `<parameter>/<slot>` of the optimizer, or `the loss`."""
     kind: str
     """`loss`, `parameter`, `buffer`, `optimizer state` or `initial value`."""
     step: int
-    """After which step; 0: before the first."""
+    """The step before the comparison; 0: before the first step."""
     size: float
-    """The largest absolute difference; infinite where shapes differ or one side has no number."""
+    """The largest absolute difference; infinite if shapes differ or one side is not finite."""
     moved: float
-    """How far one process has moved this since the start; of a loss, its value."""
+    """Change in one process since the start; of a loss or optimizer state, the largest value."""
     rank: int = 0
-    """Where it was seen first."""
+    """The rank with the difference."""
 
     def __str__(self) -> str:
         when = f"after step {self.step}" if self.step else "before the first step"
@@ -50,18 +50,19 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How far rounding alone may take two trainings apart."""
+    """Limits of the difference that rounding alone may cause between two trainings."""
 
     relative: float
-    """Beside how far the training has moved anything."""
+    """Limit relative to the largest change of any tensor in training."""
     epsilon: float
-    """Of the numbers that the model computes with."""
+    """Machine epsilon of the model's coarsest type."""
 
     @classmethod
     def of(cls, epsilon: float) -> "Bounds":
-        """Return those of a type of numbers, with headroom for another order of sums.
+        """Return the bounds for a machine epsilon, with headroom for another order of sums.
 
-        Seen: 1e-14 in double, 1e-5 in single precision. The least fault seen is 1e-3.
+        Observed differences: 1e-14 in double, 1e-5 in single precision. The smallest difference
+        observed from a real fault is 1e-3.
         """
         return cls(relative=min(2.0e4 * epsilon, 0.1) if epsilon > 1e-9 else 1e-8, epsilon=epsilon)
 
@@ -76,14 +77,14 @@ def first_difference(
     parameters: Sequence[str],
     rank: int = 0,
 ) -> Difference | None:
-    """Return the first difference between what a rank holds and one process's state.
+    """Return the first difference between the states of a rank and of one process.
 
     Args:
-        mine: What this rank holds; names that it does not hold are left out.
-        one: What one process has, all of it.
+        mine: The state of this rank, without the names that the rank does not hold.
+        one: The complete state of one process.
         start: The model of one process before its first step.
-        step: After which step, for the message.
-        bounds: What rounding explains.
+        step: Number of the last step, for the message.
+        bounds: The limits of rounding.
         parameters: The names of the model's parameters; the others are buffers.
         rank: This rank, for the message.
     """
@@ -140,7 +141,7 @@ def _is_measured(tensor: Tensor) -> bool:
 
 
 def _distance(mine: Tensor, one: Tensor) -> float:
-    """Return the largest absolute difference; NaN in the same places is none."""
+    """Return the largest absolute difference; NaN at the same position in both is equal."""
     if mine.shape != one.shape:
         return math.inf
     if not one.numel():

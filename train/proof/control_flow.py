@@ -1,9 +1,9 @@
-"""Does a pass have data-dependent control flow, as `if hidden.sum() > 0` is?
+"""Detect data-dependent control flow in a pass, such as `if hidden.sum() > 0`.
 
-A part of a batch has other numbers than the whole, and may take another way, if not now then later.
-So it is not enough that the parts of one batch go where the whole goes. What Python reads of a
-tensor is noted with the line that reads it; the pass is then made again with another answer for one
-of these lines, and where its result is another one, the line decides.
+A part of a batch has other values than the whole, and may take another branch, now or in a later
+step. So it is not enough that the parts of one batch take the same branch as the whole. Each value
+that Python reads from a tensor is recorded with the line of the read. Then the pass is repeated
+with another answer for one of these reads. If the result changes, the line affects the result.
 """
 
 import sys
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 READS = 32
-"""Reads of a pass for which it is made again: the first ones."""
+"""Largest number of reads for which a pass is repeated: the first ones."""
 READS_OF_A_LINE = 3
 
 
 def _forms(*names: str) -> set[Any]:
-    """Return what these operations are called by: functions, methods, operators."""
+    """Return all callables of these operations: functions, methods, operators."""
     places = ((torch, "{}"), (Tensor, "{}"), (Tensor, "__{}__"))
     forms = {getattr(place, form.format(name), None) for name in names for place, form in places}
     return forms - {None}
@@ -42,23 +42,23 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """What Python has read of a tensor."""
+    """A value that Python has read from a tensor."""
 
     module: str
-    """The innermost module whose forward() has read it; '' is the model."""
+    """The innermost module around the read; '' is the model."""
     line: str
-    """The name of the file, and the number of the line."""
+    """File name and line number of the read."""
     value: Any
-    """What Python got."""
+    """The value that Python got."""
     depends: tuple[float, ...]
-    """What a part of the batch has otherwise, where the tensor depends on the batch."""
+    """Numbers that differ in a part of the batch, if the tensor depends on the batch."""
     answers: tuple[Any, ...]
-    """What a part of another batch may get, as far as that is known."""
+    """Known values that a part of another batch may get instead."""
 
 
 @dataclass(frozen=True)
 class _Truth:
-    """How a tensor with one truth value came about; the tensor keeps its number in memory."""
+    """The origin of a tensor with one truth value; holding the tensor keeps its id() in use."""
 
     tensor: Tensor
     depends: tuple[float, ...]
@@ -66,7 +66,7 @@ class _Truth:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes what Python reads, in its order, and gives other answers where told to."""
+    """Records the reads of tensors by Python in order, and returns the given other answers."""
 
     def __init__(self, module: Callable[[], str], answers: Mapping[int, Any]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Reads(TorchFunctionMode):
         if func in _COUNTS and isinstance(result, Tensor) and result.numel() == 1:
             self._counts[id(result)] = result, _size(args[0])
         if _is_truth(result):
-            # Under torch.vmap, a tensor has no number.
+            # Under torch.vmap, a tensor has no readable value.
             with suppress(RuntimeError):
                 self._note(func, args, result)
         known = self._truths.get(id(args[0])) if args and isinstance(args[0], Tensor) else None
@@ -99,7 +99,7 @@ class _Reads(TorchFunctionMode):
         if func is Tensor.__int__ and _is_float(args[0]):
             return self._read(result, (_number(args[0]),), (result + 1, result - 1))
         if func in _TRUTHS | _OTHERS:
-            # Lengths, flags, arrays: what else they might be is not known.
+            # For lengths, flags and arrays, other possible values are unknown.
             return self._read(result, (), ())
         return result
 
@@ -112,9 +112,9 @@ class _Reads(TorchFunctionMode):
         return answer
 
     def _note(self, func: Any, args: Sequence[Any], result: Tensor) -> None:
-        """Remember how a tensor with one truth value came about."""
+        """Record the origin of a tensor with one truth value."""
         if func in _ANY or func in _ALL:
-            # That some sample has it says nothing of another one: the whole must have none.
+            # A part may differ only if any() is false, or all() is true, for the whole batch.
             value = bool(result.detach())
             self._remember(result, (_size(args[0]),), value == (func in _ALL))
         elif func in _ORDERS and any(map(_is_float, args)):
@@ -123,7 +123,7 @@ class _Reads(TorchFunctionMode):
         elif func in _ORDERS | _EQUALS and _counts(args):
             count, limit = _number(args[0]), args[1]
             _, size = self._counts.get(id(args[0]), (None, 0.0))
-            # `> 0` and `>= 1` ask whether there is any.
+            # `> 0` and `>= 1` test for any.
             if limit in (0, 1) or func in _ORDERS:
                 self._remember(result, (count, size), limit not in (0, 1) or count == 0)
         else:
@@ -144,7 +144,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _counts(args: Sequence[Any]) -> bool:
-    """Whether a whole number of a tensor is compared with one that is written down."""
+    """Whether a whole number from a tensor is compared with a Python number."""
     number, limit = args[0], args[1] if len(args) > 1 else None
     whole = isinstance(number, Tensor) and number.numel() == 1 and not number.is_floating_point()
     return whole and not number.is_complex() and isinstance(limit, int | float)
@@ -159,7 +159,7 @@ def _size(value: Any) -> float:
 
 
 def _line() -> str:
-    """Return the innermost line that is not one of torch or of this file."""
+    """Return the innermost line outside torch and this file."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
@@ -168,11 +168,11 @@ def _line() -> str:
 
 @contextmanager
 def reads(model: nn.Module, answers: Mapping[int, Any] | None = None) -> Iterator[list[Read]]:
-    """Note what Python reads of tensors, in its order.
+    """Record the values that Python reads from tensors, in order.
 
     Args:
-        model: whose modules are named.
-        answers: what Python gets instead of the tensor's number, by place in that order.
+        model: the model with the modules to name.
+        answers: values that Python gets instead of the tensor's value, by position of the read.
     """
     inside = [""]
     names = {module: name for name, module in model.named_modules()}
@@ -200,12 +200,12 @@ def reads(model: nn.Module, answers: Mapping[int, Any] | None = None) -> Iterato
 
 
 def by_the_batch(whole: Sequence[Read], part: Sequence[Read]) -> list[int]:
-    """Return the places of what may be another number in a part: some for each line."""
+    """Return the positions of reads that may differ in a part: a few for each line."""
     found: list[int] = []
     of_line: Counter[str] = Counter()
     for place, (one, other) in enumerate(zip(whole, part, strict=False)):
         if (one.module, one.line) != (other.module, other.line):
-            break  # it has gone another way
+            break  # another branch
         if one.depends != other.depends and one.answers:
             of_line[one.line] += 1
             if of_line[one.line] <= READS_OF_A_LINE:

@@ -2,8 +2,8 @@
 
 One process cannot draw what ranks draw: dropout on half a batch draws other masks than on the
 whole. So every draw gives a constant instead, the same for every shape: dropout keeps everything,
-noise is 0, a uniform number is the middle. What is drawn by other means (`torch.randperm`,
-`torch.multinomial`, `random`, `numpy.random`) stays random, and is reported.
+noise is 0, a uniform number is the middle of its range. Other draws (`torch.randperm`,
+`torch.multinomial`, `random`, `numpy.random`) stay random, and are reported.
 """
 
 import random
@@ -29,7 +29,7 @@ class RandomState:
         self._cuda = _of_gpus()
 
     def put_back(self) -> None:
-        """Restore it."""
+        """Restore the state of all generators."""
         random.setstate(self._random)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._torch)
@@ -37,7 +37,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def drawn_from(self) -> str:
-        """Name a generator that was drawn from since then; '' if none was."""
+        """Name a generator with draws since this state was recorded; '' if there is none."""
         if random.getstate() != self._random:
             return "random"
         before, now = self._numpy, np.random.get_state()
@@ -53,13 +53,13 @@ class RandomState:
 
 
 def _of_gpus() -> list[Tensor]:
-    # Not before something uses them: that would claim their memory.
+    # Only GPUs in use: a first access would allocate GPU memory.
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_rng_state_all() if used else []
 
 
 class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has torch's draws give constants; notes those that it cannot replace."""
+    """Replaces torch's draws with constants, and records a draw that has no replacement."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _undrawn(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Make the tensor of a draw, and leave the generators as they are."""
+    """Return the tensor of a draw, and restore the generators."""
     state = RandomState()
     try:
         return func(*args, **kwargs)
@@ -121,11 +121,11 @@ _FILLS: dict[str, Callable[..., float]] = {
     "randint_like": _whole_middle,
     "random_": _whole_middle,
 }
-"""The constant that stands for a draw, by operation; from its bounds where it has some."""
+"""The constant for a draw, by operation; a function of the draw's bounds."""
 
 
 def _bounds(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
-    """Return the numbers that say from where to where is drawn, in their order."""
+    """Return the bounds or other numeric parameters of a draw, in their order."""
     names = ("low", "high", "from", "to", "mean", "lambd")
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     found = [given[n] for n in names if isinstance(given.get(n), int | float)]
@@ -139,7 +139,7 @@ def _bounds(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[float]:
 def _without_dropout(
     func: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the arguments of a fused layer, such as attention, without dropout, if it has some."""
+    """Return a fused layer's arguments without dropout; None if it has no dropout argument."""
     args, found = list(args), False
     for place, argument in enumerate(func._schema.arguments):
         if argument.name not in ("dropout_p", "dropout"):
@@ -153,7 +153,7 @@ def _without_dropout(
 
 
 class LeastPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the coarsest type of numbers that a model computes with."""
+    """Records the coarsest number type in a model's computation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class LeastPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def epsilon(self) -> float:
-        """Distance from 1 to the next number of that type."""
+        """Machine epsilon of that type; both half precision types count as bfloat16."""
         if self._seen & HALF:
             return torch.finfo(torch.bfloat16).eps
         return torch.finfo(torch.float32 if self._seen & SINGLE else torch.float64).eps
@@ -178,7 +178,7 @@ class LeastPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def double_precision(wanted: bool = True) -> Iterator[None]:
-    """Make models and numbers in double precision, if wanted."""
+    """Make float64 the default type for models and tensors, if wanted."""
     before = torch.get_default_dtype()
     if wanted:
         torch.set_default_dtype(torch.float64)

@@ -1,6 +1,6 @@
-"""How both sides of a proof compute, and whether the model bears to have its batches cut.
+"""How both sides of a proof compute, and whether batches of the model can be cut.
 
-Found out by one process with some samples.
+One process determines this with a few samples.
 """
 
 import time
@@ -20,31 +20,31 @@ from .mixing import BATCH_NORM, LAYER, LOSS, MEAN, SAMPLES, Snapshot, mixtures
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How both sides compute; rank 0 finds it out."""
+    """How both sides compute; rank 0 determines it."""
 
     double: bool = True
     """Whether models are made in float64."""
     epsilon: float = 0.0
-    """Distance from 1 to the next number, of the coarsest type that the model computes with."""
+    """Machine epsilon of the coarsest type in the model's computation."""
     draws: bool = False
     """Whether the model draws random numbers."""
     apart: bool = False
-    """Whether one process computes each share by itself, since shares may differ."""
+    """Whether one process computes each share separately, since shares may differ."""
     accepted: tuple[str, ...] = ()
-    """Differences that are accepted, where the batch is cut."""
+    """Accepted differences, if the batch is cut."""
     problem: str = ""
-    """What mixes samples and is not accepted."""
+    """The mixtures of samples that are not accepted."""
     missing: str = ""
     """Why nothing can be compared."""
 
     @property
     def tolerance(self) -> float:
-        """What rounding explains in one pass, beside the largest value."""
+        """Limit of rounding in one pass, relative to the largest value."""
         return 1e-9 if self.epsilon < 1e-9 else min(1e4 * self.epsilon, 0.1)
 
 
 def manner_of(parts: Parts, cut: trial.Cut, samples: Batch, patience_s: float) -> Manner:
-    """Find out how one process computes with the model, and whether it mixes samples."""
+    """Determine how one process computes with the model, and whether the model mixes samples."""
     errors = []
     for double in (True, False):
         try:
@@ -145,7 +145,7 @@ ADVICE = {
     MEAN: 'return the sum (reduction="sum"), or declare the mean in the task, '
     '`reduction = "mean"`, with count() the number of items that it is a mean over',
 }
-"""What to do about a mixture, by kind."""
+"""The fix for a mixture, by kind."""
 
 
 def _draws(task: Task, model: torch.nn.Module, batch: Batch) -> bool:

@@ -1,8 +1,8 @@
-"""Does a model or its loss mix the samples of a batch?
+"""Detect a model or a loss that mixes the samples of a batch.
 
-Then cutting the batch, by ranks or by micro-batches, trains something else than one process does
-with the whole batch. The plain model works on some samples, then on each of two parts of them: the
-outputs of the parts must be those of the whole, and their losses must add up.
+With such a model, a batch cut by ranks or by micro-batches trains something else than one process
+with the whole batch. The plain model runs on some samples, then on each of two parts of these: the
+outputs of the parts must equal those of the whole, and the losses of the parts must add up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,16 +28,16 @@ SAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A layer or a loss whose value depends on how the batch is cut."""
+    """A layer or a loss with a value that depends on the cut of the batch."""
 
     kind: str
-    """`--accept` takes all but `mean`."""
+    """A kind that `--accept` takes, or `mean`."""
     text: str
-    """What was seen, with the name of the part and the sizes."""
+    """The observation, with the name of the layer and the sizes."""
 
 
 class Snapshot:
-    """What a model holds, to be put back after a pass: values, and the tensors themselves."""
+    """A model's parameters and buffers, to restore after a pass: the tensors and their values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = [
@@ -50,7 +50,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore all of it."""
+        """Restore all parameters and buffers, and drop gradients."""
         for table, name, tensor, value in self._tensors:
             table[name] = tensor  # type: ignore[assignment]  # each in its own table
             tensor.copy_(value)
@@ -60,14 +60,14 @@ class Snapshot:
 def mixtures(
     task: Task, model: nn.Module, samples: Batch, *, synchronised: bool, tolerance: float
 ) -> list[Mixture]:
-    """List what mixes samples; `model` is in training mode, and is left as it was.
+    """List the mixtures of samples; `model` is in training mode, and stays unchanged.
 
     Args:
-        task: whose loss it is.
+        task: the task with the loss.
         model: the plain model.
-        samples: `SAMPLES`.
+        samples: a batch of `SAMPLES` samples.
         synchronised: whether BatchNorm layers normalise over all parts of a batch.
-        tolerance: what rounding explains, beside the largest value.
+        tolerance: the limit of rounding, relative to the largest value.
     """
     found = []
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
@@ -82,7 +82,7 @@ def mixtures(
             )
         )
     try:
-        # By running statistics: what else mixes samples?
+        # With running statistics, only other layers mix samples.
         for _, layer in norms:
             layer.eval()
         found += _others(task, model, samples, tolerance)
@@ -145,7 +145,7 @@ def _run(
 def _others(task: Task, model: nn.Module, samples: Batch, tolerance: float) -> list[Mixture]:
     whole = _run(task, model, samples)
     found: dict[str, Mixture] = {}
-    # Twice: how many of a batch have room, say, may be the same for some sizes.
+    # Two cuts: a capacity per batch, for example, may give the same result for some sizes.
     for cut in (len(samples) // 4, len(samples) - 3):
         for mixture in _apart(task, model, samples, whole, cut, tolerance):
             found.setdefault(mixture.kind, mixture)
@@ -169,7 +169,7 @@ def _apart(
     scale = max(one.loss.abs().item() for one in (whole, *parts))
 
     def near(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
-        # A loss that is not a number says nothing here.
+        # A NaN loss counts as near: it shows no difference.
         return not bool((a - b).abs() > 10 * tolerance * max(scale, 1e-6) * times)
 
     if near(whole.loss, total):
@@ -192,7 +192,7 @@ def _apart(
 
 @dataclass(frozen=True)
 class _Asked:
-    """Asks whether the result of a pass depends on what Python reads of its batch."""
+    """Tests whether the result of a pass depends on values that Python reads from its batch."""
 
     task: Task
     model: nn.Module
@@ -201,7 +201,7 @@ class _Asked:
     tolerance: float
 
     def branch_of_model(self, part: _Pass) -> str:
-        """Say which line of a forward() branches on its batch; '' if none does."""
+        """Describe the line of a forward() that branches on its batch; '' if none does."""
 
         def outputs(answers: Mapping[int, Any]) -> Sequence[Tensor]:
             return _run(self.task, self.model, self.samples, answers).outputs
@@ -213,7 +213,7 @@ class _Asked:
         return self._mixed_alone() if whole.reads else ""
 
     def branch_of_loss(self, part: _Pass) -> str:
-        """Say which line of loss() branches on its batch; '' if none does."""
+        """Describe the line of loss() that branches on its batch; '' if none does."""
 
         def loss(answers: Mapping[int, Any]) -> Sequence[Tensor]:
             return [_run(self.task, self.model, self.samples, None, answers).loss]
@@ -229,19 +229,22 @@ class _Asked:
         result: Callable[[Mapping[int, Any]], Sequence[Tensor]],
         expected: Sequence[Tensor],
     ) -> Read | None:
-        """Return what gives another result with another answer, and may have one in a part."""
+        """Return a read that may differ in a part, and changes the result if it does."""
         for place in by_the_batch(whole, part):
             for answer in whole[place].answers:
-                # What fails then, as an assertion does, trains nothing else.
+                # A failure, such as of an assertion, trains nothing else.
                 with suppress(Exception):
                     if not self._same(expected, result({place: answer})):
                         return whole[place]
         return None
 
     def _mixed_alone(self) -> str:
-        """Say whether a sample alone has other outputs: larger parts may all answer alike."""
+        """Describe the layer that gives a sample alone other outputs; '' if there is none.
+
+        Larger parts of a batch may all take the same branch.
+        """
         alone: list[_Pass] = []
-        # Some models take no batch of one.
+        # Some models reject a batch of one sample.
         with suppress(Exception):
             for number in range(len(self.samples)):
                 sample = self.samples.part(number, number + 1)
@@ -279,7 +282,7 @@ class _Pairs:
     tolerance: float
 
     def differ(self, of_whole: Sequence[Tensor], of_parts: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the rows of one of the tensors are others in the whole batch."""
+        """Whether the rows of some tensor differ between the whole batch and its parts."""
         return any(
             self._rows_differ(tensor, [own[place] for own in of_parts])
             for place, tensor in enumerate(of_whole)
@@ -287,7 +290,7 @@ class _Pairs:
         )
 
     def _rows_differ(self, whole: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Whether rows differ; a tensor without a dimension of samples has none."""
+        """Whether rows differ; a tensor without a sample dimension has no rows."""
         if not (whole.is_floating_point() or whole.is_complex()):
             return False
         if any(part.dim() != whole.dim() for part in parts):
@@ -295,7 +298,7 @@ class _Pairs:
         first = self.parts[0]
         for dim in range(whole.dim()):
             lengths = [part.shape[dim] for part in parts]
-            # Of samples, or of a fixed number of items per sample.
+            # A dimension of samples, or of a fixed number of items per sample.
             if sum(lengths) != whole.shape[dim]:
                 continue
             if lengths[0] * self.whole.size != whole.shape[dim] * first.size:
@@ -316,7 +319,7 @@ def _beside(tensor: Tensor, dim: int) -> list[int]:
 
 
 def _mixing_layer(whole: _Pass, parts: Sequence[_Pass], pairs: _Pairs) -> str:
-    """Name the first module, in the order in which they end, that mixes samples."""
+    """Name the first module, by the end of its forward(), that mixes samples."""
     order = [name for name, *_ in whole.calls]
     changed: set[str] = set()
     for place, (name, module, given, gave) in enumerate(whole.calls):
@@ -326,7 +329,7 @@ def _mixing_layer(whole: _Pass, parts: Sequence[_Pass], pairs: _Pairs) -> str:
         if pairs.differ(given, [one[2] for one in same]):
             changed.add(name)
         elif pairs.differ(gave, [one[3] for one in same]):
-            # Modules end before the one around them.
+            # Inner modules end before the module around them.
             inside = [one for one in order if one.startswith(f"{name}." if name else "")]
             if first := next((one for one in order if one in changed and one in inside), None):
                 around = f"module {name!r}" if name else "the model"

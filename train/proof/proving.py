@@ -1,7 +1,7 @@
-"""The proof that a strategy trains what one process trains: three small steps of both.
+"""The proof that a strategy trains the same model as one process: three small steps of both.
 
-All ranks call `prove()` at once. Everything is compared after each step: the loss, each parameter,
-each saved buffer and the optimizer's state, on each rank that holds it.
+All ranks call `prove()` together. After each step, every rank compares its tensors with those of
+one process: the loss, each parameter, each saved buffer and the optimizer's state.
 """
 
 import gc
@@ -29,7 +29,7 @@ from .manner import ADVICE, Manner, held, manner_of
 from .mixing import LAYER, SAMPLES, mixtures
 
 PATIENCE_S = 60.0
-"""Time that a proof may be expected to take if nobody has asked for it."""
+"""Longest expected time of a proof that was not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,35 +37,36 @@ class Verdict:
     """The result of a proof."""
 
     problem: str = ""
-    """What differs, the most likely cause and the fix; empty: nothing does."""
+    """The difference, its most likely cause and the fix; empty without a difference."""
     missing: str = ""
-    """Why there is no proof; empty: there is one."""
+    """The reason for a missing proof; empty after a proof."""
     difference: Difference | None = None
-    """The difference, where two trainings were compared."""
+    """The difference between the two trainings, if they were compared."""
     accepted: tuple[str, ...] = ()
-    """Accepted differences that the model has."""
+    """Accepted differences."""
     steps: int = 0
     samples: int = 0
-    """Of each step that was compared."""
+    """Samples per compared step."""
     passes: int = 1
-    """Of one process in each of them: as many as the micro-batches of a rank."""
+    """Passes of one process per compared step: as many as the micro-batches of a rank."""
     seconds: float = 0.0
-    """What the proof has cost."""
+    """Duration of the proof."""
 
     @property
     def holds(self) -> bool:
-        """Whether both were compared and train the same."""
+        """Whether both sides were compared and train the same model."""
         return not self.problem and not self.missing
 
 
 def prove(parts: Parts, *, patience_s: float = PATIENCE_S) -> Verdict:
     """Compare three small steps of the configured strategy with those of one process.
 
-    All ranks call this. Nothing of the process changes: generators, types, the task and files stay.
+    All ranks call this. The state of the process stays unchanged: random generators, the default
+    type, the task and files.
 
     Args:
         parts: task, configuration, layout and ranks of the run. `parts.task` is copied.
-        patience_s: do without if it is expected to take longer.
+        patience_s: skip the proof if its expected time is longer.
 
     Raises:
         UsageError: the strategy refuses the model.
@@ -78,13 +79,13 @@ def prove(parts: Parts, *, patience_s: float = PATIENCE_S) -> Verdict:
 
 @contextmanager
 def _untouched(parts: Parts) -> Iterator[None]:
-    """Leave no trace in this process."""
+    """Restore the state of this process afterwards, and free memory."""
     state = RandomState()
-    # It warns of a slow way to put a tensor together, which only a proof takes.
+    # This logger warns of a slow way to gather a tensor, which only a proof uses.
     log = logging.getLogger("torch.distributed.tensor._redistribute")
     level = log.level
     log.setLevel(logging.ERROR)
-    # What is there already need not be looked at below: a program with torch has a million objects.
+    # The collection below can skip existing objects: a program with torch has a million of them.
     frozen = not gc.get_freeze_count()
     if frozen:
         gc.freeze()
@@ -118,7 +119,7 @@ def _prove(parts: Parts, patience_s: float) -> Verdict:
         exact = manner.epsilon < 1e-9
         own = trial.config_of_trial(config, cut, strategy, exact_numbers=exact)
         sides = replace(parts, task=task, config=own)
-        # A task may hold on to the last model that it has made.
+        # A task may keep a reference to its last model, so each side gets a copy of the task.
         other = replace(sides, task=trial.with_samples(parts.task, samples))
         found = _Sides(sides, other, cut, manner).compare()
         problem = ""
@@ -137,7 +138,7 @@ def _prove(parts: Parts, patience_s: float) -> Verdict:
 
 
 def _of_data(samples: Batch, again: Batch, parts: Parts) -> Verdict | None:
-    """Compare what the ranks have read, twice."""
+    """Compare two reads of the samples on each rank, and the samples between ranks."""
     mine, twice = (
         [fingerprint(tensor) for tensor in tensors_of((batch.inputs, batch.targets))]
         for batch in (samples, again)
@@ -160,20 +161,20 @@ def _of_data(samples: Batch, again: Batch, parts: Parts) -> Verdict | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """How a comparison has ended."""
+    """The result of a comparison."""
 
     difference: Difference | None = None
     missing: str = ""
-    """Why one process cannot do it."""
+    """The reason why one process cannot step."""
     state: State | None = None
-    """What this rank had when the difference was found."""
+    """The state of this rank at the difference."""
 
 
 class _Sides:
-    """Both sides, step by step."""
+    """Runs both sides step by step."""
 
     def __init__(self, parts: Parts, other: Parts, cut: trial.Cut, manner: Manner) -> None:
-        """Set up the strategy's side of `parts`, and on rank 0 that of one process of `other`."""
+        """Set up the strategy's side from `parts`, and on rank 0 one process from `other`."""
         self._group = parts.group
         self._bounds = Bounds.of(manner.epsilon)
         self._mine = trial.by_strategy(parts)
@@ -210,7 +211,7 @@ class _Sides:
                 side.close()
 
     def _step_of_one_process(self) -> State | None:
-        """Make a step on rank 0; an error becomes a text for the ranks that wait."""
+        """Make a step on rank 0; store an error as text for the waiting ranks."""
         if self._one is None:
             return None
         try:
@@ -220,7 +221,7 @@ class _Sides:
             return None
 
     def _difference(self, mine: State, one: State, *, step: int) -> Difference | None:
-        """Return the same difference on all ranks: that of the loss, else the lowest rank's."""
+        """Return the same difference on all ranks: in the loss, else from the lowest rank."""
         own = first_difference(
             mine,
             one,
@@ -234,7 +235,7 @@ class _Sides:
         return min(every, key=lambda one: (one.kind != "loss", one.rank), default=None)
 
     def _shared(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give all ranks what rank 0 has."""
+        """Broadcast the tensors of rank 0."""
         return self._group.broadcast_tensors(dict(tensors), source=0)
 
     def _shared_state(self, state: State | None) -> State:
@@ -249,7 +250,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
-    """Return the most likely cause of a difference, and the fix; rank 0 alone calls this."""
+    """Return the most likely cause of a difference, and the fix; only rank 0 calls this."""
     difference, data = found.difference, other.task.train()
     assert difference is not None
     assert isinstance(data, Batch)
@@ -264,7 +265,7 @@ def _cause(other: Parts, cut: trial.Cut, found: _Found, manner: Manner) -> str:
         if not difference.step or manner.apart:
             return cause
         if cut.parts == 1:
-            # Nothing splits the samples; but parts of a sequence have a loss each, too.
+            # No samples are split, but each part of a sequence may have a separate loss.
             model = one.model().train()
             few, tolerance = batch.part(0, SAMPLES), manner.tolerance
             mixed = mixtures(other.task, model, few, synchronised=True, tolerance=tolerance)

@@ -1,7 +1,7 @@
-"""When a run is proved, what it says about the proof, and what is recorded.
+"""The proof of a run: its time, its messages, and its record.
 
-A run is proved before its first step, and again at a start that trains in another way, such as on
-other ranks or by another schedule. `--verify-only` does that and no more.
+A run is proved before its first step, and again at a start with other settings that affect the
+proof, such as another number of ranks or another schedule. `--verify-only` only makes the proof.
 """
 
 import json
@@ -28,7 +28,7 @@ from .trial import Cut, copied, one_process_trains
 
 RECORD = "proof.json"
 SHARE = 0.5
-"""Of a rank's memory that a proof may take beside the run."""
+"""Share of a rank's memory that a proof may take in addition to the run."""
 _COPIES = 6
 """In double precision: weights, gradients, two moments, the state of one process, a change."""
 
@@ -38,19 +38,19 @@ WAY = (
     "local_steps", "loss_parallel", "meta_init", "pp_schedule", "ps_mode", "reduce", "staleness",
     "sync_batch_norm", "virtual_shards",
 )  # fmt: skip
-"""Settings that change what a proof is of, beside strategy, layout and the cut of batches."""
+"""Settings that require a new proof, besides strategy, layout and the cut of batches."""
 
 
 def before_training(
     parts: Parts, directory: RunDirectory, console: Console, *, step: int = 0
 ) -> None:
-    """Prove a run that goes on from a step, unless it need not or cannot be proved, or has been.
+    """Prove a run that starts or continues at `step`, unless a proof is not needed or recorded.
 
     All ranks call this.
 
     Raises:
-        ProofError: on all ranks; the strategy would train something else than one process does, or
-            there is no proof and `--verify` wants one.
+        ProofError: on all ranks; the strategy would train something else than one process, or a
+            proof is impossible and `--verify` requires it.
     """
     config = parts.config
     if config.verify is False or not is_cut(config, parts.layout, parts.group.rank_info):
@@ -81,7 +81,7 @@ def before_training(
 
 
 def way_of(parts: Parts) -> dict[str, object]:
-    """Return what tells one way to train from another; settings that are not the default."""
+    """Return the settings that identify a proof: strategy, layout, passes and non-defaults."""
     config, layout = parts.config, parts.layout
     strategy = config.strategy_on(parts.group.rank_info)
     cut = Cut.of(config, layout, strategy)
@@ -95,7 +95,7 @@ def way_of(parts: Parts) -> dict[str, object]:
 
 
 def _proved_way(directory: RunDirectory) -> object:
-    """Return the way of the last proof that is recorded, if any."""
+    """Return the settings of the last recorded proof, if there is one."""
     with suppress(OSError, ValueError):
         record = json.loads((directory.path / RECORD).read_text(encoding="utf-8"))
         return record.get("way") if isinstance(record, dict) else None
@@ -103,9 +103,9 @@ def _proved_way(directory: RunDirectory) -> object:
 
 
 def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
-    """Prove what a command line would train, and return the exit status; nothing is written.
+    """Prove the training of a command line, and return the exit status; writes nothing.
 
-    A refusal has been reported by then.
+    A refusal is reported before the return.
     """
     task: Task | None = None
     try:
@@ -116,7 +116,7 @@ def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
             if not is_cut(config, layout, rank_info):
                 console.say("proof: one process with the whole batch trains what is written")
                 return EXIT_DONE
-            # Its own checks come first, as at a start.
+            # The strategy's checks come first, as at a start.
             with refusing_failures(parts):
                 parallel.build(config.strategy_on(rank_info), parts).verify()
             verdict = _verdict(parts)
@@ -132,20 +132,20 @@ def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
 
 @contextmanager
 def refusing_failures(parts: Parts) -> Iterator[None]:
-    """Refuse a strategy that raises an exception for a model which one process trains.
+    """Refuse a strategy that raises an exception for a model that one process can train.
 
-    Where one process fails as well, the error is the model's own, and stays as it is. So it does
-    where data or checkpoints are at fault, and with `--no-verify`.
+    If one process fails as well, the model is at fault, and the error stays unchanged. Errors of
+    data or checkpoints also stay unchanged, as do all errors with `--no-verify`.
 
     Raises:
-        StrategyError: on the ranks that have failed; the others see them go.
+        StrategyError: on the ranks that have failed; other ranks lose the connection to them.
     """
     try:
         yield
     except (TrainError, OSError):
         raise
     except Exception as error:
-        # Only here, as few runs need them.
+        # Imported here, as few runs need them.
         from ..failure.diagnose import in_short, place_of
 
         if not _may_be_of_the_strategy(error, parts) or not one_process_trains(parts):
@@ -159,7 +159,7 @@ def refusing_failures(parts: Parts) -> Iterator[None]:
 
 
 def _may_be_of_the_strategy(error: Exception, parts: Parts) -> bool:
-    """Whether it is worth asking one process, and whether that can be asked."""
+    """Whether the strategy may be at fault, and one process can be tried."""
     from ..failure.diagnose import modules_of, part_of
 
     config, group, part = parts.config, parts.group, part_of(error)
@@ -169,7 +169,7 @@ def _may_be_of_the_strategy(error: Exception, parts: Parts) -> bool:
         return False
     if any(name and name.startswith("checkpoints.") for name in modules_of(error)):
         return False
-    # A model that cannot be made is the user's to repair.
+    # If the model cannot be made, the model is at fault.
     with suppress(Exception):
         memory = devices.memory_of_a_rank(group)
         return not memory_problem(_weights(parts.task), memory, ranks=_sharing(group))
@@ -177,7 +177,7 @@ def _may_be_of_the_strategy(error: Exception, parts: Parts) -> bool:
 
 
 def is_cut(config: Config, layout: Layout, rank_info: RankInfo) -> bool:
-    """Whether anything is done otherwise than by one process with the whole batch."""
+    """Whether training differs from one process with the whole batch in any way."""
     strategy = config.strategy_on(rank_info)
     alone = strategy in ("single", "dataparallel") and config.reduce != "exact"
     cut = Cut.of(config, layout, strategy)
@@ -185,7 +185,7 @@ def is_cut(config: Config, layout: Layout, rank_info: RankInfo) -> bool:
 
 
 def described(verdict: Verdict) -> str:
-    """Write a verdict without a problem in one line."""
+    """Describe a verdict without a problem in one line."""
     if verdict.missing:
         return f"no proof before training: {verdict.missing}"
     accepted = f", but for what is accepted ({', '.join(verdict.accepted)})"
@@ -197,12 +197,12 @@ def described(verdict: Verdict) -> str:
 
 
 def memory_problem(weights: int, memory: int, *, ranks: int) -> str:
-    """Return why a proof takes too much memory; '' where it does not.
+    """Return why a proof takes too much memory; '' if it does not.
 
     Args:
-        weights: Parameters of the model.
-        memory: Bytes that a rank may use, for the run as well.
-        ranks: How many share the memory of rank 0, which also holds the side of one process.
+        weights: Number of the model's parameters.
+        memory: Bytes that a rank may use, including those for the run.
+        ranks: Number of ranks that share the memory of rank 0, which also holds one process's side.
     """
     needed = weights * 8 * _COPIES * (ranks + 1) // ranks
     if needed <= SHARE * memory:
@@ -229,7 +229,7 @@ def _weights(task: Task) -> int:
 
 
 def _sharing(group: RankGroup) -> int:
-    """Count the ranks that share the memory of one."""
+    """Count the ranks that share one memory."""
     return 1 if group.device.type == "cuda" else group.rank_info.local_world_size
 
 

@@ -1,7 +1,7 @@
 """A few steps on a few samples: by the strategy of a run, and by one process on the whole batch.
 
-Both are steps of the real `Trainer`. Neither leaves anything behind: they have a copy of the task,
-samples of their own and no run directory.
+Both sides make steps of the real `Trainer`. Neither side has side effects: each uses a copy of the
+task, separate samples and no run directory.
 """
 
 import copy
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from ..parallel.parameter_server.strategy import Served
 
 SAMPLES_PER_PASS = 2
-"""Where a real pass has as many: layers such as BatchNorm fail with one."""
+"""Most samples in a pass of a trial: layers such as BatchNorm fail with one."""
 MICRO_BATCHES = 2
-"""Where a real step has as many; a pipeline makes as many as in training."""
+"""Most micro-batches in a step of a trial; a pipeline has as many as in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,22 @@ class Cut:
     """How a strategy cuts a batch."""
 
     shards: int
-    """Slices that different ranks, or virtual shards, work on."""
+    """Slices for different ranks or virtual shards."""
     micro_batches: int
-    """Passes of each slice in a trial."""
+    """Passes per slice in a trial."""
     real_micro_batches: int
-    """Passes of each slice in the run."""
+    """Passes per slice in the run."""
     per_pass: int
-    """Samples of each pass in a trial."""
+    """Samples per pass in a trial."""
 
     @property
     def batch(self) -> int:
-        """Samples of a step of the trial."""
+        """Samples per step in a trial."""
         return self.shards * self.micro_batches * self.per_pass
 
     @property
     def parts(self) -> int:
-        """In how many passes a batch of the run is worked on."""
+        """Passes per batch in the run."""
         return self.shards * self.real_micro_batches
 
     @classmethod
@@ -95,7 +95,7 @@ class Cut:
 
 
 def few_samples(task: Task, config: Config, count: int) -> tuple[Batch, Batch]:
-    """Read the first samples that a run draws, twice, on the CPU; random ones as the run does."""
+    """Read the first samples of a run twice, on the CPU, with the run's random numbers."""
     source = source_of(task.train(), task=task.name)
     weights = task.weights() if config.sampling == "balanced" else None
     order = SampleOrder(size=len(source), seed=config.seed, weights=weights)
@@ -110,18 +110,18 @@ def few_samples(task: Task, config: Config, count: int) -> tuple[Batch, Batch]:
 
 
 def copied(task: Task) -> Task:
-    """Copy a task; its models and lists of its own are copied, what data are made of is shared."""
+    """Copy a task with its models, parameters and containers; other attributes are shared."""
     made, memo = copy.copy(task), dict[int, Any]()
     for name, value in vars(task).items():
         if isinstance(value, nn.Module | nn.Parameter | dict | list | set):
-            # What cannot be copied is shared, such as a file or a lock.
+            # Attributes that cannot be copied are shared, such as files or locks.
             with suppress(Exception):
                 setattr(made, name, copy.deepcopy(value, memo))
     return made
 
 
 def with_samples(task: Task, samples: Batch) -> Task:
-    """Copy a task, and give it these samples only, in the type in which modules are made."""
+    """Copy a task, and give it only these samples, in torch's default type."""
     made = copied(task)
     wide = torch.get_default_dtype()
 
@@ -137,7 +137,7 @@ def with_samples(task: Task, samples: Batch) -> Task:
 
 
 def config_of_trial(config: Config, cut: Cut, strategy: str, *, exact_numbers: bool) -> Config:
-    """Return the settings of a trial: those of the run, without what rounds on purpose."""
+    """Return the settings of a trial: those of the run, without deliberate rounding."""
     changes: dict[str, Any] = {
         "global_batch": cut.batch,
         "micro_batch": cut.per_pass,
@@ -152,11 +152,11 @@ def config_of_trial(config: Config, cut: Cut, strategy: str, *, exact_numbers: b
         "checkpoint_every": 0,
     }
     if strategy == "local-sgd":
-        # Ranks that step by themselves equal one process only so.
+        # Only with these settings do local steps equal those of one process.
         changes |= {"local_steps": 1, "local_start": 0, "clip_norm": None}
     if strategy == "local-sgd" or not exact_numbers:
-        # The first steps of AdamW are the signs of gradients, which rounding turns over; and
-        # the mean of its steps is not the step of the mean.
+        # The first steps of AdamW are the signs of gradients, which rounding may flip, and the
+        # mean of its steps is not the step of the mean.
         changes |= {"optimizer": "sgd", "momentum": 0.9}
     return dataclasses.replace(config, **changes)
 
@@ -177,9 +177,9 @@ def config_of_one_process(config: Config) -> Config:
 class OneProcess(WholeModel):
     """The plain model on the whole batch.
 
-    Buffers that move in each pass move as often as under the strategy: micro-batch m of one process
-    is that of all shards. With `apart`, where a difference between shares is wanted, the passes are
-    those of the strategy, and moving buffers are averaged over shards.
+    Buffers that change in each pass change as often as under the strategy: micro-batch m of one
+    process joins micro-batch m of all shards. With `apart`, which allows differences between
+    shares, passes are those of the strategy, and moving buffers are averaged over shards.
     """
 
     def __init__(self, parts: Parts, cut: Cut, *, apart: bool) -> None:
@@ -230,16 +230,16 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 class _NoWatch:
-    """Compares no replicas: each rank's copy is compared with that of one process."""
+    """Compares no replicas: a proof compares each rank's copy with that of one process."""
 
     def due(self, step: int) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """What a trainer uses of a `Saver` in a step; nothing is saved."""
+    """The attributes of a `Saver` that a trainer uses in a step; saves nothing."""
 
     strategy: Strategy
     optimizer: NamedOptimizer
@@ -268,7 +268,7 @@ class Trial:
         self.strategy, self._optimizer = strategy, optimizer
 
     def model(self) -> dict[str, Tensor]:
-        """Return copies of this rank's parameters and saved buffers, whole."""
+        """Return unsharded copies of this rank's parameters and saved buffers."""
         return {name: _whole(tensor) for name, tensor in self.strategy.model_state().items()}
 
     def step(self) -> State:
@@ -286,14 +286,14 @@ class Trial:
         self.trainer.train_step()
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """Close the trainer."""
         self.trainer.close()
 
 
 class ServedTrial(Trial):
-    """Steps of a parameter server, whose exchange is replaced by collectives.
+    """Steps of a parameter server, with collectives in its exchange.
 
-    Trainers that do not wait for each other take turns: nobody's weights are old.
+    Trainers that do not wait for each other take turns, so no weights are stale.
     """
 
     strategy: "Served"
@@ -330,7 +330,7 @@ def by_strategy(parts: Parts) -> Trial:
 
 
 def parts_of_one_process(parts: Parts) -> Parts:
-    """Return the parts of one process that makes the same steps, in a process of several."""
+    """Return the parts for the same steps in one process, within a run of several ranks."""
     rank_info = dataclasses.replace(parts.group.rank_info, rank=0, world_size=1)
     return dataclasses.replace(
         parts,
@@ -341,12 +341,12 @@ def parts_of_one_process(parts: Parts) -> Parts:
 
 
 def by_one_process(parts: Parts, cut: Cut, *, apart: bool) -> Trial:
-    """Set up the side of one process; rank 0 alone calls this."""
+    """Set up the side of one process; only rank 0 calls this."""
     return Trial(OneProcess(parts_of_one_process(parts), cut, apart=apart))
 
 
 def one_process_trains(parts: Parts) -> bool:
-    """Whether one process makes the steps of a trial; a rank calls this by itself."""
+    """Whether one process can make the steps of a trial; a single rank may call this."""
     strategy = parts.config.strategy_on(parts.group.rank_info)
     try:
         cut = Cut.of(parts.config, parts.layout, strategy)
@@ -366,8 +366,8 @@ def one_process_trains(parts: Parts) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Copy a tensor, put together if it is sharded: all ranks of its mesh take part."""
+    """Copy a tensor, gathered if it is sharded; all ranks of its mesh call this."""
     if is_sharded(tensor):
-        # From where its ranks talk: one that is offloaded lies elsewhere.
+        # An offloaded tensor must be on the mesh's device type for the gather.
         tensor = full(tensor.to(tensor.device_mesh.device_type))
     return tensor.detach().clone()

@@ -37,19 +37,18 @@ def claim(
     *,
     adopt: str | None = None,
 ) -> str | None:
-    """Make the run directory ours; a text means that there is nothing left to do.
+    """Claim the run directory; a returned text means that nothing is left to do.
 
     Rank 0 decides, since only its directory is sure to exist, and broadcasts the verdict. Each node
-    looks for checkpoints of another run: its directory may be its own, and the run may resume from
-    it.
+    looks for checkpoints of another run: the directory may be local to the node, and the run may
+    resume from it.
 
-    All ranks call this at once. `adopt` is the task that the run in the directory may name instead
-    of this one's; `adopt()` records it later.
+    All ranks call this at once. `adopt`: another task name that the run in the directory may have;
+    `adopt()` records the change later.
 
     Raises:
-        UsageError: on all ranks; there is another run, or the same one lives, or the directory
-            cannot be made.
-        FencedError: on all ranks; a newer attempt was here.
+        UsageError: on all ranks; the directory holds another or an active run, or cannot be made.
+        FencedError: on all ranks; a newer attempt has used the directory.
     """
     rank = group.rank_info.rank
     names = group.broadcast(_former_identities(directory, identity, adopt) if rank == 0 else [])
@@ -59,7 +58,7 @@ def claim(
     )
     contender = Contender(directory.path / NAME, directory.rank_info, Console(rank=rank))
     verdict, text = "wait", ""
-    # Look by look, so that no rank waits longer in a collective than it has patience.
+    # Broadcast after every look, so that waiting ranks never reach the timeout of a collective.
     while verdict == "wait":
         if rank == 0:
             checkpoints = [checkpoint for checkpoint in strange if checkpoint]
@@ -148,16 +147,16 @@ def _belongs(directory: RunDirectory, attempt: int) -> str:
 
 
 def may_adopt(holder: Identity, identity: Identity, adopt: str | None) -> bool:
-    """Whether a run is this one, or may be adopted although it names another task."""
+    """Whether two identities match, or `--adopt` allows the differences."""
     differing = {name for name in {*holder, *identity} if holder.get(name) != identity.get(name)}
     return not differing or (holder.get("task") == adopt and differing.isdisjoint(NEVER_ADOPTED))
 
 
 def adopt(directory: RunDirectory, identity: Identity, step: int, console: Console) -> None:
-    """Record in `run.json` and `events.jsonl` that the run goes on under another identity, if so.
+    """Record a change of the run's identity, if any, in `run.json` and `events.jsonl`.
 
-    Call it on rank 0 when all else fits, such as names and shapes of the checkpoint's tensors. From
-    then on checkpoints of the former identity are this run's own.
+    Call it on rank 0 after all other checks, such as names and shapes of the checkpoint's tensors.
+    From then on, checkpoints of the former identity belong to this run.
     """
     holder, former = _known_identities(directory)
     differing = [] if holder is None else differences(holder, identity)
@@ -223,11 +222,11 @@ def _former_identities(
 def _known_identities(
     directory: RunDirectory,
 ) -> tuple[dict[str, object] | None, list[dict[str, object]]]:
-    """Read which run the directory holds (None: it holds none), and what it was before.
+    """Read the identity of the run in the directory (None: no run), and its former identities.
 
     Raises:
-        OSError: `run.json` is there and cannot be read.
-        ValueError: it holds no identity, or is of another version.
+        OSError: `run.json` exists but cannot be read.
+        ValueError: `run.json` holds no identity, or has another version.
     """
     try:
         record = untrusted.read_object(directory.path / RUN)

@@ -1,4 +1,4 @@
-"""What people see: lines from rank 0 only."""
+"""Console output for people: lines from rank 0 only."""
 
 import io
 import os
@@ -28,11 +28,11 @@ class Console:
 
 
 def keep_lines_whole() -> None:
-    """Let this process write each line as it ends, and in one piece.
+    """Make this process write each line as soon as it ends, and in one piece.
 
-    Under PYTHONUNBUFFERED, `print` writes the end of a line by itself, and another rank's line may
-    come in between: torchrun passes on parts of lines, too. Of a text of several lines
-    the last end is still written by itself, unless it is part of the text.
+    Under PYTHONUNBUFFERED, `print` writes the newline separately, and another rank's line may come
+    in between, as torchrun also forwards parts of lines. After a text of several lines, `print`
+    still writes the last newline separately, unless it is part of the text.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -40,11 +40,11 @@ def keep_lines_whole() -> None:
 
 
 def end_process(exit_status: int) -> NoReturn:
-    """Write what is buffered, and end this process at once.
+    """Flush buffered output, and end this process at once.
 
-    Not sys.exit: gloo's threads may still hold tensors that DDP gave them, and free them while the
-    interpreter goes down, which aborts the process (seen in 1 of 8 runs): a finished run would be
-    reported as failed. Nothing of ours is left to do at exit.
+    Not by sys.exit(): gloo's threads may still hold tensors from DDP, and free them while the
+    interpreter shuts down. That aborts the process (seen in 1 of 8 runs), so a finished run would
+    be reported as failed. We have no exit handlers to run.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,12 +16,12 @@ from .tensorboard import EventFile
 
 VERSION = 1
 LOCK_WITHIN_S = 10.0
-"""No process holds the lock of the outcome for longer, unless it hangs."""
+"""Timeout for the lock of the outcome; only a hanging process holds it for longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The content of `outcome.json`: how the run stands."""
+    """The contents of `outcome.json`: the status of the run."""
 
     status: str
     """`running`, `done`, `preempted`, `retryable` or `fatal`."""
@@ -38,7 +38,7 @@ class Outcome:
     rank: int | None
     """The rank that failed; null when none did."""
     reason: str
-    """For people: why it stands so."""
+    """The reason for the status, for people."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last loss and the last evaluation."""
 
@@ -50,7 +50,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class TrainingProgress:
-    """How far a run has come: what changes from step to step, tensors apart."""
+    """Progress of a run: everything that changes from step to step, except tensors."""
 
     steps: int
     """Optimizer steps the run has in all."""
@@ -64,7 +64,7 @@ class TrainingProgress:
     def outcome(
         self, rank_info: RankInfo, status: str, reason: str, *, rank: int | None = None
     ) -> Outcome:
-        """Describe the run as it stands."""
+        """Describe the current state of the run."""
         return Outcome(
             status=status,
             attempt=rank_info.attempt,
@@ -195,8 +195,8 @@ class RunDirectory:
         """Let one process of this node at a time compare and replace the outcome."""
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # Do without the lock if it stays taken: a writer holds it for milliseconds, but an
-            # attempt that hangs may hold it for ever, and some network file systems know no locks.
+            # Continue without the lock if it stays taken: a writer holds it for milliseconds, but a
+            # hanging attempt may hold it forever, and some network file systems support no locks.
             until_s = time.monotonic() + LOCK_WITHIN_S
             with suppress(OSError):
                 while time.monotonic() < until_s:
@@ -210,11 +210,11 @@ class RunDirectory:
 
 
 def may_replace(old: Outcome | None, new: Outcome) -> bool:
-    """Whether an outcome may take another's place.
+    """Whether an outcome may replace another.
 
-    An older attempt never replaces a newer one's. Within one try the first genuine failure stays:
-    later reports of other ranks are its echoes. Starting (`running`) replaces anything of the
-    same attempt, and `done` proves a failure of the same try wrong: all steps were made.
+    An older attempt never replaces the outcome of a newer one. Within one try the first genuine
+    failure is kept: later reports of other ranks are its echoes. Starting (`running`) replaces any
+    outcome of the same attempt, and `done` replaces a failure of the same try: all steps were made.
     """
     if old is None:
         return True
@@ -229,12 +229,12 @@ def may_replace(old: Outcome | None, new: Outcome) -> bool:
 
 
 def may_forestall(old: Outcome | None, new: Outcome) -> bool:
-    """Whether an end from before the directory was claimed may be recorded.
+    """Whether an end before the claim of the directory may be recorded.
 
     The directory may belong to another process's run, and a mistyped flag must not write an end
-    into that run's outcome. So only an earlier try gives way. The scheduler counts attempts;
-    torchrun counts restarts from 0 in any directory, so that a `running` of this attempt may be
-    anybody's, and only a request to stop replaces that.
+    into that run's outcome. So only the outcome of an earlier try is replaced. The scheduler counts
+    attempts, but torchrun counts restarts from 0 in any directory. So a `running` of this attempt
+    may belong to another process, and only a stop request replaces that.
     """
     if old is None:
         return True
@@ -244,7 +244,7 @@ def may_forestall(old: Outcome | None, new: Outcome) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader, or a kill, finds the old text or the new one."""
+    """Replace a file so that readers see the old text or the new one, even after a kill."""
     draft = draft_of(path)
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -258,9 +258,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Name a file to be written before it takes another's place.
+    """Return the temporary name of a file that will replace another one.
 
-    Threads, ranks and machines may write the same file at once: each has a temporary name.
+    Threads, ranks and machines may write the same file at once, so each gets a unique name.
     """
     host = socket.gethostname()
     return path.with_name(f".{path.name}.{host}.{os.getpid()}.{time.monotonic_ns()}.tmp")
@@ -269,7 +269,7 @@ def draft_of(path: Path) -> Path:
 def read_lines(path: Path) -> list[dict[str, object]]:
     """Read `events.jsonl` or `metrics.jsonl`; a missing file is empty.
 
-    Torn lines and those of another version are left out.
+    Torn lines and lines of another version are skipped.
     """
     lines = untrusted.read_lines(path)
     return [line for line in lines if untrusted.is_of_version(line, VERSION)]

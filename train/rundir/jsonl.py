@@ -1,4 +1,4 @@
-"""Strict JSON, and files to which lines of it are appended: `events.jsonl` and `metrics.jsonl`.
+"""Strict JSON, and appending lines of it to files: `events.jsonl` and `metrics.jsonl`.
 
 A line that cannot be written raises an OSError.
 """
@@ -16,30 +16,29 @@ from pathlib import Path
 from . import untrusted
 
 OPEN_S = 1.0
-"""Lines that follow each other faster than this find the file open, for as long as this at most. A
-network file system shows others the new lines when the file is closed; opening and closing it there
-for every line costs milliseconds."""
+"""Time for which the file stays open for further lines. A network file system shows new lines to
+others when the file is closed; opening and closing it there for every line costs milliseconds."""
 TOGETHER_S = 0.1
-"""Metrics that follow each other faster than this are written together: one by one they would cost
-a short step a tenth of its time. A kill loses this much at most; no step that takes longer waits.
+"""Metrics that follow each other faster than this are written together: single writes would cost a
+tenth of a short step. A kill loses at most this much; metrics of longer steps are not delayed.
 """
 WHOLE_BYTES = 200 << 20
-"""From this length on, a million steps, metrics are thinned: ten million steps fill no disk."""
+"""Length from which metrics are thinned, about a million steps: ten million steps fill no disk."""
 THINNED_S = 1.0
-"""Then one record stands for the steps of this time: the last one, with their `count`."""
+"""When thinned, one record represents all steps of this period: the last one, with a `count`."""
 
 
 def dump(record: object, indent: int | None = None) -> str:
-    """Write a record as JSON that every reader takes: numbers that are not finite become null."""
+    """Format a record as JSON that every reader accepts: non-finite numbers become null."""
     try:
         return json.dumps(record, indent=indent, allow_nan=False)
     except (TypeError, ValueError):
-        # Only these rare records pay for a walk through their values.
+        # Only these rare records need a walk through their values.
         return json.dumps(_strict(record), indent=indent, allow_nan=False)
 
 
 def dump_numbers(record: Mapping[str, object]) -> str:
-    """Write the same text in half the time where there are only numbers, as after every step."""
+    """Format a record of numbers like `dump()` in half the time, as needed after every step."""
     fields = []
     for name, value in record.items():
         kind = type(value)
@@ -63,17 +62,17 @@ def _strict(value: object) -> object:
 
 
 class Journal:
-    """Appends whole lines: a kill tears the last one at most, and only that one is lost."""
+    """Appends whole lines: a kill can only tear, and thus lose, the last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None
         self._opened = self._last = float("-inf")
-        # The file's length if no other process has written since we did.
+        # The file's length, unless another process has written since.
         self._length = -1
 
     def append(self, *lines: str, create: bool = True) -> int:
-        """Write lines, and return how long the file is then, in bytes.
+        """Write lines, and return the new length of the file in bytes.
 
         Args:
             lines: The lines, without their ends.
@@ -82,16 +81,16 @@ class Journal:
         now = time.monotonic()
         handle, length = self._open(now, create=create)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
-            # A killed writer left a torn line: end it, so that only that one is lost.
+            # A killed writer left a torn line: end it, so that no other line is lost.
             lines = ("", *lines)
         # One write for all, for the same reason.
         data = "".join(f"{line}\n" for line in lines).encode()
         try:
             written = os.write(handle, data)
         except OSError as error:
-            # A handle has no name, which a message needs.
+            # The error of a handle has no file name, but its message needs one.
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-        # A full disk may have taken a part only: the next append looks at the file's end.
+        # A full disk may have accepted only a part: the next append checks the end of the file.
         self._length = length + written if written == len(data) else -1
         slow, self._last = now - self._last > OPEN_S, now
         if slow:
@@ -109,7 +108,7 @@ class Journal:
     def _open(self, now: float, *, create: bool) -> tuple[int, int]:
         if self._handle is not None:
             status = os.fstat(self._handle)
-            # A file that was removed meanwhile would take lines that no reader can find.
+            # Lines written to a file that was removed meanwhile would be lost.
             if now - self._opened <= OPEN_S and status.st_nlink:
                 return self._handle, status.st_size
             self.close()
@@ -125,8 +124,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, head: Mapping[str, object]) -> None:
         self._journal, self._head = Journal(path), head
-        # Two threads share the queue, and neither replaces it: so no line gets lost between them.
-        # Each with its time, and the steps that it stands for.
+        # Two threads share the queue, and neither replaces it, so no line is lost between them.
+        # Each entry: time, record, and number of steps in the record.
         self._waiting: deque[tuple[float, Mapping[str, object], int]] = deque()
         self._written = float("-inf")
         self._thins = False
@@ -142,7 +141,7 @@ class MetricsLog:
         if not 0 <= now - self._written < self._pause_s():
             self.flush()
         elif len(self._waiting) == 1:
-            # A thread writes the line should no other follow, as before a step that hangs.
+            # A thread writes the line if no other follows, as before a step that hangs.
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="metrics", daemon=True)
                 self._keeper.start()
@@ -187,7 +186,7 @@ class MetricsLog:
         while self._held_back.wait():
             self._held_back.clear()
             time.sleep(self._pause_s())
-            # Training's next line reports the fault. A user who removes the directory meanwhile
-            # must not find a new file in it.
+            # The next line from training reports the error. If a user removes the directory
+            # meanwhile, no new file must appear in it.
             with suppress(OSError):
                 self.flush(create=False)

@@ -1,9 +1,9 @@
-"""Which process trains in a run directory: two of one attempt would write over each other.
+"""The lock of a run directory: two processes of one attempt would overwrite each other's files.
 
-Rank 0 keeps `holder.json` open, locked and fresh while it lives. On one machine the lock shows
-whether rank 0 lives. Between machines the lock may be unknown, or be held for ever by a machine
-that has lost its power; there the time of the file shows it, which rank 0 sets every few seconds.
-Libraries such as filelock have the lock, but no such heartbeat for network file systems.
+Rank 0 keeps `holder.json` open, locked and fresh while it is alive. On one machine the lock shows
+whether rank 0 is alive. Between machines the lock may not work, or a machine that has lost power
+may hold it forever. There the modification time is the heartbeat: rank 0 sets it every few seconds.
+Libraries such as filelock provide a lock, but no such heartbeat for network file systems.
 """
 
 import errno
@@ -27,7 +27,7 @@ from .jsonl import dump
 NAME = "holder.json"
 BEAT_S = 3.0
 PATIENCE_S = 15.0
-"""How often a holder shows that it lives, and for how long a silent holder counts as alive."""
+"""Heartbeat interval, and the time for which a silent holder counts as alive, in seconds."""
 LOOK_S = 0.5
 """Poll interval while waiting for the lock, in seconds."""
 
@@ -37,22 +37,23 @@ Lock = Literal["ours", "theirs", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """The content of `holder.json`."""
+    """The contents of `holder.json`."""
 
     host: str
     """The machine on which rank 0 runs."""
     boot: str
-    """Its kernel since the last boot: containers may share one, and its locks."""
+    """Boot ID of its kernel: containers may share a kernel, and its locks."""
     pid: int
-    """Rank 0's process number there."""
+    """Rank 0's process ID there."""
     attempt: int
     """The scheduler's attempt."""
     restart: int
     """torchrun's restart within the attempt."""
     launch: str | None
-    """torchrun's rendezvous, whose nodes never run two groups of workers on purpose."""
+    """torchrun's rendezvous ID; nodes of one rendezvous never run two groups of workers on
+    purpose."""
     since: float
-    """When it took the directory."""
+    """When rank 0 took the directory."""
 
     @classmethod
     def here(cls, rank_info: RankInfo) -> "Holder":
@@ -80,24 +81,24 @@ class Holder:
 
 
 class Hold:
-    """A held directory: fresh while this process lives, and free when it has ended."""
+    """A held directory: kept fresh while this process is alive, and released when it ends."""
 
     def __init__(self, handle: int) -> None:
-        """Keep a file open that is in its place, and locked where that is possible."""
+        """Keep `holder.json` open, and locked if the file system can lock."""
         self._handle = handle
         self._lost = False
-        # Some file systems count no links.
+        # Some file systems do not count links.
         self._counts = os.fstat(handle).st_nlink > 0
         self._ended = threading.Event()
         threading.Thread(target=self._keep, name="holder", daemon=True).start()
 
     def lost(self) -> bool:
-        """Whether another process has put its file in the place of ours."""
+        """Whether another process has replaced our file."""
         self._beat()
         return self._lost
 
     def close(self) -> None:
-        """Release the directory, as the end of the process does as well."""
+        """Release the directory; the end of the process also releases it."""
         self._ended.set()
         os.close(self._handle)
 
@@ -110,13 +111,13 @@ class Hold:
             os.utime(self._handle)
             replaced = self._counts and os.fstat(self._handle).st_nlink == 0
         except OSError as error:
-            # NFS's answer for a file that another machine has replaced.
+            # NFS returns this error for a file that another machine has replaced.
             replaced = error.errno == errno.ESTALE
         self._lost |= replaced
 
 
 class Contender:
-    """A process that wants to hold a directory, and looks again until it knows whether it may."""
+    """A process that wants to hold a directory, and looks repeatedly until it knows the verdict."""
 
     def __init__(self, path: Path, rank_info: RankInfo, console: Console) -> None:
         self.path, self.rank_info, self.console = path, rank_info, console
@@ -138,7 +139,7 @@ class Contender:
         """
         handle = untrusted.open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            # Locked until the end of the look: other processes of this machine wait for us.
+            # The lock lasts until the end of this call: other processes of this machine wait.
             lock, holder, status = _lock(handle), _read(handle), os.fstat(handle)
             if not os.path.samestat(status, self.path.stat()):
                 return "wait"  # another process was faster
@@ -184,7 +185,7 @@ class Contender:
         return "mine" if now - self._first_seen > PATIENCE_S else "wait"
 
     def _take(self) -> Hold:
-        """Put a new file in the place of the old one, whose lock a dead machine may hold."""
+        """Replace the old file by a new one, as a dead machine may hold the old one's lock."""
         draft = draft_of(self.path)
         handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -207,7 +208,7 @@ class Contender:
 def _lock(handle: int) -> Lock:
     """Lock a file as long as this process has it open.
 
-    Not with flock(), whose lock a forked worker that outlives us would keep. But lockf()'s is lost
+    Not with flock(): a forked worker that outlives us would keep that lock. A lockf() lock is lost
     when any handle on the file is closed: nothing else in this process may open the file.
     """
     try:
@@ -228,7 +229,7 @@ def _read(handle: int) -> Holder | None:
             attempt=untrusted.whole(record["attempt"]),
             restart=untrusted.whole(record["restart"]),
             launch=None if launch is None else untrusted.text(launch),
-            # Within what a calendar can show: until the year 9999.
+            # Limit the date to what a calendar can show: until the year 9999.
             since=min(max(since, 0.0), 2.5e11) if math.isfinite(since) else 0.0,
         )
     except (ValueError, KeyError):

@@ -1,7 +1,7 @@
-"""Event files for TensorBoard: what a start has measured, written beside the training.
+"""Event files for TensorBoard: the metrics of a start, written in a thread beside training.
 
-Only the messages are tensorboardX's. Its writer follows links, and when its thread has died of a
-full disk, the training would wait for it.
+Only the message format comes from tensorboardX. Its writer follows links, and training would hang
+after its thread has failed on a full disk.
 """
 
 import math
@@ -21,7 +21,7 @@ from .console import Console
 
 FOLDER = "tensorboard"
 EVERY_S = 1.0
-"""Of the steps of this time only the last one is written: ten million steps are a small file."""
+"""Only the last step of this period is written: ten million steps make a small file."""
 CLOSE_WITHIN_S = 10.0
 """The end of a run waits no longer for a file system that hangs."""
 _NO_CURVES = ("epoch", "samples_seen")
@@ -30,17 +30,17 @@ _TAG = 60
 
 
 class _Point(NamedTuple):
-    """What was measured at a step."""
+    """Values measured at a step."""
 
     when: float
     step: int
     figures: Mapping[str, float]
     passing: bool
-    """Whether a later step may take its place."""
+    """Whether a later step may replace it."""
 
 
 class EventFile:
-    """The event file of one start of rank 0. Its first fault ends it, and never the training."""
+    """The event file of one start of rank 0; its first error ends the file, never training."""
 
     def __init__(self, run_dir: Path, *, attempt: int, first_step: int, console: Console) -> None:
         """Name the file; a thread makes it after the first step.
@@ -48,15 +48,15 @@ class EventFile:
         Args:
             run_dir: The run directory.
             attempt: The scheduler's attempt.
-            first_step: The first step that this start makes: what earlier files say of it and of
-                later steps no longer counts.
-            console: Prints the fault.
+            first_step: The first step of this start: it supersedes this and later steps of earlier
+                files.
+            console: Prints the error.
         """
         self._folder, self._first_step, self._console = run_dir / FOLDER, first_step, console
         # TensorBoard reads files in the order of their names. Clocks of machines differ.
         stamp, host = f"{attempt:06d}.{time.time():014.3f}", socket.gethostname()
         self._path = self._folder / f"events.out.tfevents.{stamp}.{host}.{os.getpid()}"
-        # Two threads share the queue, and neither replaces it: so no point gets lost between them.
+        # Two threads share the queue, and neither replaces it, so no point is lost between them.
         self._waiting: deque[_Point] = deque()
         self._noted, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,7 +69,7 @@ class EventFile:
         of_step = "loss" in figures
         if of_step:
             self._forget_passing()
-        # The first step stays: for some readers it takes the place of all later ones from before.
+        # Keep the first step: for some readers it supersedes all later steps of earlier files.
         passing = of_step and step != self._first_step
         self._waiting.append(_Point(time.time(), step, figures, passing))
         # An evaluation may come before the first step, which must not wait for the import.
@@ -79,7 +79,7 @@ class EventFile:
             self._noted.set()
 
     def close(self) -> None:
-        """Write what waits; nothing may be noted any more."""
+        """Write all waiting points; `note()` must not be called afterwards."""
         self._closing.set()
         self._noted.set()
         if self._waiting and self._thread is None:
@@ -132,7 +132,7 @@ class EventFile:
                 data, new = b"", False
 
     def _append(self, data: bytes, *, new: bool) -> None:
-        # Not kept open: a network file system shows others what was written at the close.
+        # Do not keep the file open: a network file system shows new data to others on close.
         if new:
             with suppress(FileExistsError):
                 self._path.parent.mkdir()

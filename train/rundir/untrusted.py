@@ -1,9 +1,9 @@
 """Untrusted files of a run directory: read as data, within limits.
 
 A checkpoint or a record may come from another user or another cluster. Such a file is opened
-without following a link and without waiting for a writer, has to be a regular file, and is read up
-to a limit. Every function raises an OSError for a fault of the file, such as `Refused` for a link,
-and a ValueError for a fault of its text, such as a value of another type.
+without following a link and without waiting for a writer, must be a regular file, and is read up to
+a limit. Every function raises an OSError for a problem with the file, such as `Refused` for a link,
+and a ValueError for a problem with its text, such as a value of another type.
 """
 
 import errno
@@ -29,17 +29,17 @@ _KINDS = {
 
 
 class Refused(OSError):
-    """A file that is there and is not used: a link, a device, too large."""
+    """A file that exists but is refused: a link, a device, or a file over the size limit."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = None) -> int:
-    """Open a regular file and return its descriptor; `folder`: the open folder that it is in."""
+    """Open a regular file and return its descriptor; `folder`: descriptor of its folder."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        # Without waiting: opening a pipe without a writer would take for ever.
+        # Open without blocking: opening a pipe without a writer would hang.
         handle = os.open(path if folder is None else path.name, flags, 0o666, dir_fd=folder)
     except OSError as error:
         error.filename = str(path)
@@ -65,7 +65,7 @@ def open_folder(path: Path) -> int:
 
 
 def read_bytes(path: Path, *, limit: int = JSON_BYTES) -> bytes:
-    """Return the content of a file of at most so many bytes."""
+    """Return the contents of a file of at most `limit` bytes."""
     with os.fdopen(open_file(path), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -79,9 +79,9 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the JSON objects of a file that has one in each line; other lines are passed over.
+    """Yield the JSON objects of a file with one per line; skip other lines.
 
-    A file that is missing, or no regular file, has none.
+    A file that is missing, or not a regular file, yields none.
     """
     try:
         handle = open_file(path)
@@ -105,7 +105,7 @@ def json_object(text: bytes) -> dict[str, object]:
 
 
 def is_of_version(record: Mapping[str, object], version: int) -> bool:
-    """Whether a record is of this version; one that says nothing is of the first."""
+    """Whether a record has this version; a record without one has the first."""
     return record.get("version", 1) == version
 
 
@@ -131,7 +131,7 @@ def whole(value: object, *, least: int = 0) -> int:
 
 
 def number(value: object) -> float:
-    """Return a value that is a number; NaN for null, which stands for numbers not finite."""
+    """Return a value that is a number; NaN for null, the notation for numbers not finite."""
     if value is None:
         return float("nan")
     try:

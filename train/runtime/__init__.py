@@ -1,1 +1,1 @@
-"""What torchrun gives a process: its rank, the rendezvous, the process group, signals."""
+"""The process among its ranks: rank, devices, rendezvous, process group, signals."""

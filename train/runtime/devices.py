@@ -1,4 +1,4 @@
-"""The device of each rank: a GPU of its own or the CPU, and how much memory that has."""
+"""The device of each rank, a separate GPU or the CPU, and its memory."""
 
 import json
 import os
@@ -28,19 +28,19 @@ _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def device_and_backend(
     rank_info: RankInfo, wanted: str = "auto", device: str = "auto"
 ) -> tuple[torch.device, str]:
-    """Choose a GPU per local rank where there are GPUs, else the CPU; and the ranks' backend.
+    """Choose the device, one GPU per local rank or else the CPU, and the backend.
 
     Args:
-        rank_info: which rank of how many on this node.
+        rank_info: this rank, and the number of ranks on its node.
         wanted: a backend's name; `auto`: NCCL on GPUs, else gloo.
-        device: `cpu` or `cuda`; `auto`: the GPUs, where the process sees some.
+        device: `cpu` or `cuda`; `auto`: the GPUs, if the process sees any.
 
     Raises:
         UsageError: this build of torch, or this node, cannot have that backend or device, or the
             node has fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # MPI's tensors stay in the host's memory: few builds of it know GPUs.
+    # With MPI, tensors stay in host memory: few MPI builds support GPUs.
     on_gpu = bool(gpus) and wanted != "mpi" and device != "cpu"
     # Ranks that were started by hand may lack the number of ranks per node.
     ranks = max(rank_info.local_world_size, rank_info.local_rank + 1)
@@ -50,7 +50,7 @@ def device_and_backend(
             f"--device cuda needs a GPU for each rank, but on {socket.gethostname()} {reason}; "
             "mend the driver or CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
-    # A single GPU may be the rank's own, which `agree_on_device()` finds out.
+    # A single GPU may belong to this rank alone, which `agree_on_device()` checks.
     if on_gpu and 1 < gpus < ranks:
         raise UsageError(
             f"{socket.gethostname()} has {gpus} GPUs for {ranks} ranks: start {gpus} ranks there, "
@@ -68,20 +68,20 @@ def device_and_backend(
             f"--backend nccl needs a GPU for each rank, but {socket.gethostname()} has {gpus} for "
             f"{ranks}: use --backend gloo, or start {gpus or 'no'} ranks there"
         )
-    # A scheduler may show each of its tasks the task's own GPU only, which then is number 0.
+    # A scheduler may show each task only its own GPU, which then is number 0.
     number = 0 if gpus == 1 else rank_info.local_rank
     return torch.device("cuda", number) if on_gpu else torch.device("cpu"), backend
 
 
 def agree_on_device(store: Store, rank_info: RankInfo, device: torch.device) -> None:
-    """Make sure that all ranks have chosen the same kind of device, and each a GPU of its own.
+    """Make sure that all ranks use the same kind of device, and no two ranks the same GPU.
 
-    Before the process group: its backend follows from the device, and NCCL and gloo would wait for
-    each other until the timeout.
+    Call it before making the process group: its backend follows from the device, and NCCL and gloo
+    would wait for each other until the timeout.
 
     Raises:
-        UsageError: on all ranks; names the hosts whose ranks have no GPU, while others have, or the
-            ranks that would share one.
+        UsageError: on all ranks; lists the hosts without GPUs, if others have them, or the ranks
+            that would share a GPU.
         PeerError: not all ranks have come.
     """
     store = keys_of_this_try("device", rank_info, store)
@@ -100,7 +100,7 @@ def agree_on_device(store: Store, rank_info: RankInfo, device: torch.device) -> 
 
 
 def _device_problem(choices: Sequence[tuple[str, str, int, str]]) -> str:
-    """Return the problem of the ranks' devices: kind, host, number on the host, which GPU."""
+    """Return the problem, if any; each choice: kind, host, number on the host, GPU."""
     if len({kind for kind, *_ in choices}) > 1:
         lacking = [
             f"  rank {rank} on {host}"
@@ -135,23 +135,23 @@ def gpu_of(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # Parts of one GPU, each a device of its own.
+    # MIG instances: parts of one GPU that are separate devices.
     if visible.startswith("MIG-"):
         return visible.split(",")[device.index or 0]
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def use(device: torch.device) -> None:
-    """Make a GPU the one that this process means by `cuda`."""
+    """Make a GPU the default `cuda` device of this process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def set_tf32(wanted: str, device: torch.device) -> None:
-    """Choose what a GPU multiplies single precision in; `auto` leaves it as torch has it.
+    """Choose the precision of a GPU's float32 matrix products; `auto` keeps torch's default.
 
     Raises:
-        UsageError: it is to be used on the CPU, which has none.
+        UsageError: the device is the CPU, which has no TF32.
     """
     if wanted == "on" and device.type != "cuda":
         raise UsageError("--tf32 on is for GPUs, and this rank has none: leave it out")
@@ -183,22 +183,22 @@ def memory_of_the_host(
     own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
     if own is None:
         return size
-    # A group may use no more than those around it.
+    # The limits of all enclosing groups apply as well.
     for folder in (cgroups / own, *(cgroups / own).parents):
         if folder == cgroups.parent:
             break
         try:
             size = min(size, int((folder / "memory.max").read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            continue  # The outermost has no such file; "max" is no limit.
+            continue  # The outermost has no such file; "max" means no limit.
     return size
 
 
 def parse_size(text: str) -> int:
-    """Read an amount of memory, as people write it.
+    """Parse an amount of memory, as people write it.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not an amount of memory.
 
     >>> parse_size("80GiB")
     85899345920
@@ -214,7 +214,7 @@ def parse_size(text: str) -> int:
 
 
 def written(size: float) -> str:
-    """Write an amount of memory with the unit that suits it.
+    """Format an amount of memory with a suitable unit.
 
     >>> written(481280), written(12), written(3 * 2**30)
     ('470.0 KiB', '12 B', '3.0 GiB')

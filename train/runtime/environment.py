@@ -1,4 +1,4 @@
-"""What a start runs on: versions of Python and torch, the installed packages, nodes and GPUs."""
+"""The environment of a start: versions of Python and torch, installed packages, nodes and GPUs."""
 
 from __future__ import annotations
 

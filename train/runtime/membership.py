@@ -1,4 +1,4 @@
-"""Which processes are the ranks of a run: each rank once, all of the same number of ranks."""
+"""Checking the processes of a run: every rank once, and the same world size on all of them."""
 
 import dataclasses
 import json
@@ -18,8 +18,8 @@ from ..errors import PeerError, TrainError, UsageError
 from .rank import RankInfo
 
 GRACE_S = 5.0
-"""How long rank 0, whose process may serve the store, stays for the others to read why they are
-refused."""
+"""How long rank 0 stays after a refusal: its process may serve the store from which the others read
+the reason."""
 _VERDICT = "verdict"
 """The key of the verdict for all ranks; its first value stays."""
 _COMPLETE = "complete"
@@ -27,7 +27,7 @@ _LEAVING = "a rank has left"
 
 
 class EndingError(PeerError):
-    """The run that met here before is about to leave: coming again helps."""
+    """The run that met here before is about to leave: a retry helps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class RankClaim:
     rank: int
     world_size: int
     launch: str | None
-    """Of torchrun; None: not named."""
+    """torchrun's rendezvous ID; None: it has none."""
     host: str
     pid: int
     started: str
-    """When the process was started, as the kernel counts: another may have its number later."""
+    """Start time of the process, as the kernel counts: a later process may get the same ID."""
     token: str
-    """Of this claim alone: the same process may come again."""
+    """Unique to this claim: the same process may make another one."""
 
     @classmethod
     def of(cls, rank_info: RankInfo) -> "RankClaim":
@@ -59,7 +59,7 @@ class RankClaim:
         )
 
     def put(self, store: Store, key: str) -> "RankClaim":
-        """Write the claim unless the key holds one; return the claim that it holds then."""
+        """Write the claim unless the key already holds one; return the claim under the key."""
         text = store.compare_set(key, "", json.dumps(dataclasses.asdict(self)))
         return RankClaim(**json.loads(text))
 
@@ -75,7 +75,7 @@ class RankClaim:
 
 
 def _started(pid: int) -> str:
-    """Return a process's time of start; '' for a process that has ended."""
+    """Return a process's start time; '' for a process that has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -87,12 +87,12 @@ def _started(pid: int) -> str:
 def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
     """Wait until all ranks have come, each of them once; return their part of the store.
 
-    One operation on the store takes a rank, and one makes the verdict. So the order in which the
-    operations of all ranks arrive does not matter: ranks of one run meet, ranks of two are refused.
+    One atomic operation on the store claims a rank, and one decides the verdict. So the order of
+    the operations does not matter: ranks of one run meet, ranks of two runs are refused.
 
     Raises:
-        UsageError: on all ranks, two processes claim the same rank or count the ranks differently;
-            on the later one alone where the others have met before.
+        UsageError: on all ranks; two processes claim the same rank or have another world size. Only
+            on the later process if the others have met before.
         EndingError: the ranks that have met here are just leaving.
         PeerError: not all ranks have come, or one has died and come again.
     """
@@ -102,7 +102,7 @@ def gather(store: Store, rank_info: RankInfo, where: str) -> Store:
             first, second = rivals
             reason = f"both {first} and {second} have come"
             refusal = json.dumps([reason, first.is_left_over(rank_info)])
-            # Ranks that have met before go on: this rank alone is refused.
+            # If the other ranks have already met, they continue: only this rank is refused.
             if _decide(store, refusal) == _COMPLETE:
                 if store.check([_LEAVING]):
                     raise EndingError(f"{where}: the run that met here before has not ended yet")
@@ -135,16 +135,16 @@ def enter(store: Store, rank_info: RankInfo) -> tuple[RankClaim, RankClaim] | No
     first = claim.put(store, "first")
     if first.world_size != claim.world_size:
         return first, claim
-    # Counted are different ranks of the same number of ranks: so many are all of them.
+    # This counts different ranks with the same world size: once it reaches that size, all are here.
     if store.add("members", 1) == rank_info.world_size:
         _decide(store, _COMPLETE)
     return None
 
 
 def veto(store: Store, rank_info: RankInfo) -> None:
-    """Refuse the ranks that wait at a port which another run's rank 0 wanted to serve.
+    """Refuse the ranks that wait at a port that another run's rank 0 wanted to serve.
 
-    Otherwise that run's other ranks would be taken for theirs.
+    Otherwise they would accept that run's other ranks as their own.
     """
     refusal = json.dumps([f"{RankClaim.of(rank_info)} wanted to serve the same port", False])
     store = PrefixStore(f"train/{rank_info.attempt}", store)
@@ -153,7 +153,7 @@ def veto(store: Store, rank_info: RankInfo) -> None:
 
 
 def leave(store: Store, rank_info: RankInfo) -> None:
-    """Let rank 0, whose process may serve the store, be the last to leave."""
+    """Leave the rendezvous; rank 0 leaves last, as its process may serve the store."""
     store.set(_LEAVING, "")
     rank_0_stays_until_all(store, rank_info, "have left")
 
@@ -167,14 +167,14 @@ def rank_0_stays_until_all(store: Store, rank_info: RankInfo, done: str) -> None
 
 
 def missing_ranks(store: Store, keys: Sequence[str]) -> PeerError:
-    """Make the error that names the ranks whose keys are missing; keys are in order of rank."""
+    """Make the error that names the ranks with missing keys; keys are in order of rank."""
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
     return PeerError(f"waited in vain for rank {shown} of {len(keys)}")
 
 
 def _decide(store: Store, verdict: str) -> str:
-    """Make the verdict, unless it is made; return the one that holds."""
+    """Set the verdict unless there is one; return the verdict in force."""
     return store.compare_set(_VERDICT, "", verdict).decode()
 
 

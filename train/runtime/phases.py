@@ -1,4 +1,4 @@
-"""How long the phases of a start took, from the attempt's beginning to the first step."""
+"""The duration of each phase of a start, from the start of the attempt to the first step."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ATTEMPT_BEGAN = "TRAIN_ATTEMPT_BEGAN"
-"""Set by the scripts: when this attempt began, in seconds since 1970."""
+"""The job scripts set it: start time of this attempt, in seconds since 1970."""
 
 _OLDEST_S = 30 * 24 * 3600
-"""An attempt that began longer ago is not believed: the variable may be left from another job."""
+"""An older start time is ignored: the variable may be left over from another job."""
 
 
 class Phases:
-    """The phases of one start of this process. Each begins where the one before has ended."""
+    """The phases of one start of this process; each phase starts when the previous one ends."""
 
     def __init__(self, began: float) -> None:
         self.began = began
-        """When the first phase began, in seconds since 1970."""
+        """Start time of the first phase, in seconds since 1970."""
         self.seconds: dict[str, float] = {}
-        """How long each phase took, in the order of the phases."""
+        """Duration of each phase, in order."""
         self._last = began
 
     @classmethod
     def of_process(cls, environ: Mapping[str, str], *, restart: int) -> Phases:
-        """Begin with the attempt, or with this process where the attempt's beginning is not known.
+        """Start with the attempt, or with this process if the start of the attempt is not known.
 
-        The phase `start` lasts from the attempt's beginning until this process begins: containers,
-        torchrun, the rendezvous of the nodes. A process that torchrun has started again has no
-        such phase, since the attempt began with an earlier one.
+        The phase `start` lasts from the start of the attempt until the start of this process:
+        containers, torchrun, the rendezvous of the nodes. A process that torchrun has restarted has
+        no such phase, since the attempt started with an earlier process.
         """
         began = process_began()
         text = environ.get(ATTEMPT_BEGAN, "")
@@ -42,7 +42,7 @@ class Phases:
         return phases
 
     def end(self, phase: str, *, at: float | None = None) -> None:
-        """Note that a phase has ended, now or at a time in seconds since 1970."""
+        """Record the end of a phase, now or at a time in seconds since 1970."""
         now = time.time() if at is None else at
         # A clock may have been set back meanwhile.
         self.seconds[phase] = max(now - self._last, 0.0)
@@ -50,7 +50,7 @@ class Phases:
 
 
 def process_began() -> float:
-    """Return when this process was started, in seconds since 1970, to 10 ms; now if unknown.
+    """Return the start time of this process, in seconds since 1970, to 10 ms; now if unknown.
 
     Linux, proc(5): field 22 of /proc/self/stat, in clock ticks since the boot.
     """

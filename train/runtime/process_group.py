@@ -92,17 +92,17 @@ class RankGroup:
                 tensor = tensors[name].to(self.device).resolve_conj().resolve_neg().contiguous()
             else:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            # As bytes: backends do not know every type.
+            # Send bytes: backends do not support every dtype.
             dist.broadcast(bytes_of(tensor), src=source)
             received[name] = tensor
         return received
 
     def on_rank_0(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait, and let all know how it ended.
+        """Run an action on rank 0 while the others wait, and report its result to all ranks.
 
         Raises:
-            TrainError: on rank 0, what the action raised.
-            PeerError: on the other ranks, the same message.
+            TrainError: on rank 0, raised by the action.
+            PeerError: on the other ranks, with the same message.
         """
         error: TrainError | None = None
         if self.rank_info.rank == 0:
@@ -110,7 +110,7 @@ class RankGroup:
                 action()
             except TrainError as caught:
                 error = caught
-        # Not a barrier: one that rank 0 never reaches would leave the others waiting.
+        # Not a barrier: the others would hang if rank 0 never reached it.
         message = self.broadcast(str(error) if error else None)
         if error:
             raise error
@@ -128,11 +128,11 @@ class Alone(RankGroup):
 
 
 class Channel:
-    """A process group of its own over all ranks, on the CPU; nothing at all if there is only one.
+    """A separate gloo process group over all ranks, for checkpoints; none for a single rank.
 
-    Checkpoints are exchanged through it in a thread. With the group of training, that thread would
-    take part in training's collectives whenever it gets there, while ranks match them by their
-    order: gradients would meet manifests, or wait for each other for ever.
+    The checkpoint thread communicates through it. In the process group of training, the thread's
+    collectives would mix with those of training at any time, while ranks match collectives by their
+    order: gradients would be exchanged with manifests, or ranks would hang.
     """
 
     def __init__(self, group: RankGroup, *, timeout_s: int = 600) -> None:
@@ -152,7 +152,7 @@ class Channel:
         return bool(count)
 
     def gather(self, value: Value) -> list[Value]:
-        """Return on rank 0 every rank's value, by rank; on the others, nothing."""
+        """Return the values of all ranks, by rank, on rank 0; an empty list on the others."""
         if self._group is None:
             return [value]
         values = [value] * self.size if self.rank == 0 else None
@@ -160,7 +160,7 @@ class Channel:
         return values or []
 
     def scatter(self, values: Sequence[Value]) -> Value:
-        """Return this rank's value of rank 0's list."""
+        """Return this rank's entry of rank 0's list."""
         if self._group is None:
             return values[0]
         received: list[Value | None] = [None]
@@ -214,13 +214,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def open_group(rank_info: RankInfo, config: Config) -> Iterator[RankGroup]:
     """Connect the ranks; disconnect them when all went well.
 
-    `--timeout-s` ends a wait for a rank that is gone. After an error nothing is disconnected: that
-    could wait for the dead, and the end of the process closes the connections, which is how the
-    other ranks learn of it.
+    `--timeout-s` limits the wait for a rank that has ended. After an error, the ranks do not
+    disconnect: that could wait for dead ranks. The end of the process closes the connections, and
+    the other ranks notice.
 
     Raises:
-        UsageError: the backend or the device cannot be had, only some ranks have a GPU, some
-            share one, or another run meets at the same place.
+        UsageError: the backend or the device is not available, only some ranks have a GPU, some
+            share one, or another run uses the same rendezvous.
     """
     device, backend = device_and_backend(rank_info, config.backend, config.device)
     set_tf32(config.tf32, device)
@@ -250,7 +250,7 @@ def open_group(rank_info: RankInfo, config: Config) -> Iterator[RankGroup]:
         use(device)
         agree_on_device(store, rank_info, device)
         dist.init_process_group(
-            # Tensors in the host's memory (offloaded ones, pickled objects) need a way as well.
+            # Tensors in host memory (offloaded ones, pickled objects) need a backend as well.
             "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
             store=store,
             rank=rank_info.rank,
@@ -269,9 +269,9 @@ def arrange(group: RankGroup, sizes: Mapping[str, int], *, timeout_s: int) -> De
     for name in names:
         limit_waiting(mesh.get_group(name), timeout_s=timeout_s)
     if group.device.type == "cuda":
-        # DTensors must draw random numbers without asking other ranks: at the first dropout of one,
-        # torch would send rank 0's seed to all ranks of the run, and those of other pipeline
-        # stages, which have none, would never take it. Our ranks are seeded before each step.
+        # DTensors must draw random numbers without communication: at the first dropout of a
+        # DTensor, torch would send rank 0's seed to all ranks of the run, but pipeline stages
+        # without DTensors would never receive it. Our ranks are seeded before each step.
         from torch.distributed.tensor import _random
 
         if _random._rng_tracker is None:
@@ -280,19 +280,19 @@ def arrange(group: RankGroup, sizes: Mapping[str, int], *, timeout_s: int) -> De
 
 
 def limit_waiting(group: ProcessGroup, *, timeout_s: int) -> None:
-    """Limit the waits of a group of some ranks, for which torch's default is 30 minutes."""
+    """Set the timeout of a subgroup; torch's default is 30 minutes."""
     with warnings.catch_warnings():
-        # Other backends than gloo and NCCL have no limit.
+        # Only gloo and NCCL have a timeout.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def disconnect() -> None:
-    """Close the connections of all groups, of meshes and of checkpoints too.
+    """Close the connections of all groups, including those of meshes and checkpoints.
 
     The objects are kept to the end of the process. Freeing one waits for its threads while it holds
-    Python's lock (the GIL), and one of them may be waiting for that lock, to free the tensors of
-    the last exchange: with gloo, a rank that has done everything hung in 3 of 8 runs.
+    the GIL, and a thread may be waiting for the GIL to free the tensors of the last exchange: with
+    gloo, a finished rank hung in 3 of 8 runs.
     """
     _kept.extend(distributed_c10d._world.pg_map)
     dist.destroy_process_group()

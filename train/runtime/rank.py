@@ -1,4 +1,4 @@
-"""This process among the ranks, as torchrun's and the scheduler's environment variables say."""
+"""This process among the ranks, from the environment variables of torchrun and the scheduler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from ..errors import UsageError
 
 MEETING = "TRAIN_MEETING"
-"""Set by `--spawn` for the processes that it starts."""
+"""Environment variable that `--spawn` sets for its processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """One process among the ranks of a run, and which try at the run this is."""
+    """One process among the ranks of a run, with the attempt and restart number."""
 
     rank: int = 0
     """`RANK`: number of this process among all processes."""
@@ -22,24 +22,24 @@ class RankInfo:
     local_world_size: int = 1
     """`LOCAL_WORLD_SIZE`: how many processes this node has."""
     attempt: int = 0
-    """`TRAIN_ATTEMPT`: how often the scheduler has started the job again."""
+    """`TRAIN_ATTEMPT`: how often the scheduler has restarted the job."""
     restart: int = 0
-    """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has started the workers again."""
+    """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has restarted the workers."""
     launch: str | None = None
-    """`TORCHELASTIC_RUN_ID`: torchrun's rendezvous; None without one of its own."""
+    """`TORCHELASTIC_RUN_ID`: torchrun's rendezvous ID; None if it has none."""
     launched: bool = False
     """Whether a launcher has numbered this process: `RANK` is set."""
     addressed: bool = False
-    """Whether `MASTER_ADDR` and `MASTER_PORT` say where `env://` meets."""
+    """Whether `MASTER_ADDR` and `MASTER_PORT` are set, for `env://`."""
     meeting: str | None = None
-    """`TRAIN_MEETING`: where the process that spawned the ranks has them meet."""
+    """`TRAIN_MEETING`: rendezvous of the ranks that `--spawn` starts."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "RankInfo":
         """Read environment variables; without a launcher, be the only process.
 
         Raises:
-            UsageError: a variable is no whole number, or they contradict each other.
+            UsageError: a variable is not a whole number, or variables contradict each other.
         """
 
         def number(name: str, default: int) -> int:
@@ -56,7 +56,7 @@ class RankInfo:
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             attempt=number("TRAIN_ATTEMPT", 0),
             restart=number("TORCHELASTIC_RESTART_COUNT", 0),
-            # torchrun's value without a name.
+            # torchrun's value if it was given no ID.
             launch=None if launch == "none" else launch,
             launched="RANK" in environ,
             addressed=bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")),
@@ -71,7 +71,7 @@ class RankInfo:
             ("RANK", rank_info.rank, "WORLD_SIZE", rank_info.world_size),
             ("LOCAL_RANK", rank_info.local_rank, "LOCAL_WORLD_SIZE", rank_info.local_world_size),
         ):
-            # Without the local variables, as by hand, each rank has its node alone.
+            # Without the local variables, as in a manual start, each node has one rank.
             if own >= count and size in environ:
                 raise UsageError(
                     f"environment variable {name}={own} must be below {size}={count}: ranks are "

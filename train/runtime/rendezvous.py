@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet: a key-value store that each of them can reach.
+"""The rendezvous of a run's ranks: a key-value store that all ranks can reach.
 
 `env://` names the store of torchrun, or of any launcher that sets MASTER_ADDR and MASTER_PORT;
-`tcp://` a port on rank 0's host that was agreed on beforehand; `file://` a file that all ranks see.
+`tcp://` names a fixed port on rank 0's host; `file://` names a file that all ranks see.
 """
 
 import fcntl
@@ -25,13 +25,13 @@ from .membership import GRACE_S, EndingError, gather, leave, veto
 from .rank import RankInfo
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torchrun sets it for its workers; "True": all of them are clients of a store that torchrun
-serves."""
+"""torchrun sets it for its workers; "True": all workers are clients of torchrun's store."""
 _KNOCK_S = 5.0
 _PAUSE_S = 0.02
-"""How long to look often for a store that is not served yet; then torch's client takes over."""
+"""How long and how often to look for a store that is not served yet; then torch's client takes
+over."""
 _kept: list[Store] = []
-"""A FileStore that is freed may make its file anew: they live as long as the process."""
+"""Keeps every FileStore alive: freeing one may create its file again."""
 
 Reached = TypeVar("Reached")
 
@@ -52,7 +52,7 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
         with _meet_in_file(Path(init_method.removeprefix("file://")), rank_info, timeout) as store:
             yield store
     elif init_method.startswith("tcp://"):
-        # Rank 0 serves this store, whether or not torchrun has one of its own.
+        # Rank 0 serves this store, whether or not torchrun serves another one.
         os.environ.pop(AGENT_STORE, None)
         store = _patiently(lambda: _meet_at_port(init_method, rank_info, timeout), timeout)
         yield store
@@ -65,7 +65,7 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
             store = _store_of_environment(init_method, timeout, patient=chosen)
         store.set_timeout(timeout)
         yield store
-        # torchrun sets "False" where its own store is not shared: rank 0 serves another store then.
+        # torchrun sets "False" if its own store is not shared: rank 0 then serves another store.
         if os.environ.get(AGENT_STORE) != "True":
             leave(store, rank_info)
 
@@ -91,11 +91,11 @@ def _store_of_environment(init_method: str, timeout: timedelta, *, patient: bool
 
 
 def keys_of_this_try(purpose: str, rank_info: RankInfo, store: Store) -> Store:
-    """Keep this try's keys apart from those of the try before, where both have one store.
+    """Separate the keys of this restart from those of the previous one, if both share a store.
 
-    Only torchrun's shared store outlives a restart. Elsewhere the number of the restart must not be
-    part of a key: torchrun's agents count for themselves, and after a failure one agent may count a
-    restart where another has only seen that ranks come and go.
+    Only torchrun's shared store outlives a restart. Elsewhere the restart number must not be part
+    of a key: each torchrun agent counts for itself, and after a failure one agent may count a
+    restart where another has only seen a change of membership.
     """
     restart = rank_info.restart if os.environ.get(AGENT_STORE) == "True" else 0
     return PrefixStore(f"train/{purpose}/{restart}", store)
@@ -106,9 +106,9 @@ def await_server(
 ) -> None:
     """Return as soon as rank 0 serves its store.
 
-    torch's own client, refused once, tries again only after a quarter of a second and then ever
-    later: that delay was a twentieth of the time to the first step of two ranks. torch's client
-    also reports a wrong address and missing ranks.
+    torch's own client retries only after a quarter of a second, and then at growing intervals: that
+    delay was a twentieth of the time to the first step of two ranks. A wrong address and missing
+    ranks are left to torch's client to report.
     """
     deadline, pause_s = time.monotonic() + min(_KNOCK_S, timeout.total_seconds()), 0.02
     while rank_info.rank != 0 and host and port and time.monotonic() < deadline:
@@ -124,9 +124,9 @@ def await_server(
 
 @contextmanager
 def _explained(where: str, timeout: timedelta, *, chosen: bool = False) -> Iterator[None]:
-    """Explain in our own words why the store of an address cannot be reached.
+    """Explain why the store at an address cannot be reached.
 
-    `chosen`: whether torchrun has chosen the port, which it does for each start anew.
+    `chosen`: whether torchrun has chosen the port; it chooses one for each start.
     """
     try:
         yield
@@ -154,7 +154,7 @@ def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> 
     await_server(host, port, rank_info, timeout)
 
     def connect(serves: bool, patience: timedelta) -> Store:
-        # Not torch's wait for all ranks: it counts connections, also those of another run.
+        # Do not use torch's wait for all ranks: it also counts connections of another run.
         options = {"wait_for_workers": False, "multi_tenant": True}
         return TCPStore(host, port, rank_info.world_size, serves, patience, **options)
 
@@ -162,7 +162,7 @@ def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> 
         with _explained(init_method, timeout):
             store = connect(rank_info.rank == 0, timeout)
     except PeerError as error:
-        # Before the timeout: the rank 0 of a run that was just ending has gone meanwhile.
+        # Before the timeout, this means that rank 0 of a run that was just ending has gone.
         raise EndingError(str(error)) from error
     except UsageError:
         # The other run's ranks, which still wait there, cannot tell our ranks from their own.
@@ -173,7 +173,7 @@ def _meet_at_port(init_method: str, rank_info: RankInfo, timeout: timedelta) -> 
 
 
 def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
-    """Call `reach` again until the run before has gone."""
+    """Call `reach` again until the previous run has gone."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -186,10 +186,10 @@ def _patiently(reach: Callable[[], Reached], timeout: timedelta) -> Reached:
 
 @contextmanager
 def _meet_in_file(path: Path, rank_info: RankInfo, timeout: timedelta) -> Iterator[Store]:
-    """Meet in a file of this try's own.
+    """Meet in a file that only this try uses.
 
-    Ranks would take the keys that an earlier run has left in a file for the answers of this run's
-    ranks, and wait for dead processes.
+    Otherwise ranks would mistake the keys of an earlier run for answers from this run, and wait for
+    dead processes.
     """
     tries = [
         path.with_name(f"{path.name}.attempt-{rank_info.attempt}.restart-{number}")
@@ -245,9 +245,9 @@ def _guard(path: Path) -> Path:
 def _take_share(path: Path) -> int | None:
     """Take a share of a file's lock; first remove the file if no living process has a share.
 
-    Each rank takes its share before it writes, and holds it as long as it lives. So a process gets
-    the whole lock only where every writer is dead. A rank that comes while others are leaving gets
-    no share (None): it would keep them from removing the file.
+    Each rank takes a shared lock before it writes, and holds it until it ends. So a process gets an
+    exclusive lock only if every writer is dead. A rank that comes while others are leaving gets no
+    share (None): it would keep them from removing the file.
     """
     guard = _guard(path)
     while True:
@@ -262,7 +262,7 @@ def _take_share(path: Path) -> int | None:
                 os.close(handle)
                 return None
         fcntl.flock(handle, fcntl.LOCK_SH)
-        # The rank 0 of a run that was just ending may have removed the guard meanwhile.
+        # Rank 0 of a run that was just ending may have removed the guard meanwhile.
         if _is_at(handle, guard):
             return handle
         os.close(handle)
@@ -276,7 +276,7 @@ def _is_leaving(handle: int) -> bool:
 def _remove(path: Path, handle: int) -> bool:
     """Remove a file and its guard; return whether no other process had a share of the lock.
 
-    Only under the whole lock: a rank of the next run that has its share by then keeps its file.
+    This needs the exclusive lock: a rank of the next run with a share by then keeps its file.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Stop requests: every signal by which a scheduler, torchrun or a person asks a run to stop."""
+"""Stop requests: the signals with which a scheduler, torchrun or a person stops a run."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.
 
 
 class StopRequest:
-    """Records a stop request; the training loop agrees with the other ranks on when.
+    """Records a stop request; the training loops of all ranks agree on the step to stop at.
 
-    Until `wait_for_the_loop()` the ranks cannot agree: the process may sit inside
-    `init_process_group`, waiting in C++ for a peer that the same signal has ended, where a Python
-    signal handler never runs. A thread that the C-level handler wakes through a pipe ends it
-    instead.
+    Before `wait_for_the_loop()` the ranks cannot agree: the process may wait in C++, inside
+    `init_process_group`, for a peer that the same signal has ended. A Python signal handler never
+    runs there. Instead, the C-level handler wakes a thread through a pipe, and the thread ends the
+    process.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def leave_by(self, at_once: Callable[[str], None]) -> None:
-        """Replace what is called before an early exit, now that more is known."""
+        """Replace the callback for an early exit, now that more is known."""
         self._at_once = at_once
 
     def wait_for_the_loop(self, *, at_most_s: float | None = None) -> None:
-        """From now on a signal only sets `requested`: the ranks agree on the step to stop at.
+        """From now on, let a signal only set `requested`: the ranks agree on the step to stop at.
 
-        With a limit in seconds this process ends early all the same if the loop, which says so by a
-        call without one, has not come so far by then.
+        With `at_most_s`, this process still exits early unless the loop calls this method without
+        a limit within that many seconds of the signal.
         """
         if at_most_s is None:
             self._loop_leaves.set()
@@ -65,7 +65,7 @@ class StopRequest:
             self._patience_s = at_most_s
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second signal changes nothing: the first one's checkpoint is being written.
+        # Ignore a second signal: the checkpoint for the first is being written.
         if self.signal_number is None:
             self.signal_number = number
 
@@ -78,5 +78,5 @@ class StopRequest:
                 try:
                     self._at_once(signal.Signals(received[0]).name)
                 finally:
-                    # Not sys.exit: the main thread may never come back from C++.
+                    # Not sys.exit(): the main thread may never return from C++.
                     os._exit(EXIT_PREEMPTED)

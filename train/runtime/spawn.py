@@ -1,9 +1,9 @@
 """`--spawn N`: the ranks as children of this process, without torchrun.
 
-They are new interpreters (start method `spawn`): a fork of a process that has threads, or has
-touched a GPU, is broken. Python pickles what a child is given, so a child gets the command line
-only. A model or a DataLoader would be copied to every rank, with its sampler made before there were
-ranks and its generator in the same state everywhere; each rank makes its own instead.
+They are new interpreters (start method `spawn`): a fork of a process that has threads, or has used
+a GPU, is broken. Python pickles the arguments of a child, so a child gets only the command line. A
+model or a DataLoader would be copied to every rank, with a sampler made before the ranks existed
+and its generator in the same state everywhere. Instead, each rank makes its own.
 """
 
 import os
@@ -24,28 +24,28 @@ from .signals import SIGNALS, StopRequest
 LOOK_S = 0.05
 """Poll interval for a stop request, in seconds."""
 NOTICE_S = 10.0
-"""How long the other ranks have after a failure: most fail by themselves, with a message."""
+"""Time for the other ranks to end after a failure: most fail by themselves, with a message."""
 GRACE_S = 30.0
-"""As long as torchrun waits for ranks that it has signalled."""
+"""How long to wait for ranks to end after a signal, the same as torchrun."""
 
 
 def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
     """Run `count` ranks of `python -m train ARGV` on this machine, and return the exit status.
 
-    The status is that of the rank that failed first; the others are ended then. A stop signal is
-    passed on. If this process is killed, each rank gets a stop request.
+    The status is that of the first rank to fail; the other ranks are then ended. A stop signal is
+    forwarded. If this process is killed, each rank gets a stop request.
     """
-    # Only here, as it imports torch.
+    # Import this late, as it imports torch.
     from torch.multiprocessing.spawn import start_processes
 
-    # Several ranks on one machine: each with all its cores would only be in the others' way.
+    # Ranks on one machine share its cores; each with a thread per core would slow all of them down.
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         # From now on signals can be forwarded. The children inherit blocked signals, and take them
         # when they install their `StopRequest`.
         stop.wait_for_the_loop()
-        # Else the first child would start the tracker, and Python unblocks SIGINT and SIGTERM then.
+        # Otherwise the first child starts the tracker, and Python then unblocks SIGINT and SIGTERM.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
@@ -67,7 +67,7 @@ def spawn(count: int, argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> None:
-    # What a launcher would set: nothing else depends on how the program was started.
+    # Set the variables of a launcher: nothing else depends on how the program was started.
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -80,7 +80,7 @@ def _be_a_rank(rank: int, count: int, meeting: str, argv: tuple[str, ...]) -> No
 
 
 def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
-    """Wait until all have ended, or the first has failed and the others have had their time."""
+    """Wait until all ranks have ended, or one has failed and the grace period is over."""
     forwarded, status, failed_at = False, EXIT_DONE, float("inf")
     told: set[int] = set()
     # The signals for ranks that stay too long after a failure.
@@ -102,7 +102,7 @@ def _watch(processes: Sequence[BaseProcess], stop: StopRequest) -> int:
 
 
 def _tell_of_kills(processes: Sequence[BaseProcess], told: set[int]) -> None:
-    """Print which ranks a signal of somebody else has ended: such a rank has said nothing."""
+    """Print the ranks that a foreign signal has ended: such a rank has printed nothing."""
     for rank, process in enumerate(processes):
         if rank not in told and process.exitcode is not None and process.exitcode < 0:
             told.add(rank)
@@ -116,7 +116,7 @@ def _failure(processes: Sequence[BaseProcess]) -> int:
     codes = [process.exitcode for process in processes if process.exitcode]
     # Below 0: killed by a signal.
     statuses = [code if code > 0 else EXIT_FAILED for code in codes]
-    # Of several at once, prefer a rank that was not merely stopped.
+    # If several have ended at once, prefer a rank that was not merely stopped.
     return min(statuses, key=lambda status: status == EXIT_PREEMPTED, default=EXIT_DONE)
 
 

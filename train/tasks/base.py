@@ -1,4 +1,4 @@
-"""What a task is: a model, data and a loss; everything else has a default."""
+"""The task interface: a model, data and a loss; everything else has a default."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -23,10 +23,10 @@ _CONTAINERS = (Tensor, list, tuple, dict)
 
 
 class Task(ABC):
-    """The model that is trained. Your own needs `model()`, `train()`, `test()` and `loss()`.
+    """A training task; yours needs `model()`, `train()`, `test()` and `loss()`.
 
-    It is made once on every rank and must give every rank the same: synthetic data come from a
-    generator with a fixed seed, and a random split of the data does too.
+    Every rank makes the task once and must get the same data: draw synthetic data, and a random
+    split of the data, from a generator with a fixed seed.
     """
 
     name: str = ""
@@ -42,8 +42,8 @@ class Task(ABC):
     def train(self) -> Batch | Samples:
         """Return all training samples: tensors in a `Batch`, or a Dataset of (input, target).
 
-        Inputs and targets may be dicts, lists, tuples or NamedTuples of tensors, nested too. The
-        model is called with all inputs as its one argument.
+        Inputs and targets may be dicts, lists, tuples or NamedTuples of tensors, also nested. The
+        model is called with all inputs as its only argument.
         """
 
     @abstractmethod
@@ -54,13 +54,13 @@ class Task(ABC):
     def loss(self, outputs: Tree, targets: Tree) -> Tensor:
         """Sum the loss over the items of a batch. Scalar.
 
-        A *sum*, with `count()` beside it: the loop divides by the number of items of the whole
-        global batch, so that gradients do not depend on ranks, micro-batches or padding. A mean
-        over these items is as good if the task says so: `reduction = "mean"`.
+        Return a *sum*, not a mean: the loop divides by the `count()` of the whole global batch, so
+        that gradients do not depend on ranks, micro-batches or padding. A mean over these items
+        works as well if the task declares `reduction = "mean"`.
 
         Args:
-            outputs: what the model gave: a tensor, or a tree of them.
-            targets: as `train()` gave them.
+            outputs: the model's output: a tensor, or a tree of tensors.
+            targets: the targets from `train()`.
         """
 
     def count(self, targets: Tree) -> int:
@@ -68,52 +68,52 @@ class Task(ABC):
         return sample_count(targets)
 
     def score(self, outputs: Tree, targets: Tree) -> Tensor:
-        """Sum what `metrics()` needs over the items of a batch. Shape [n]; by default empty."""
+        """Sum the inputs of `metrics()` over the items of a batch. Shape [n]; by default empty."""
         return torch.zeros(0, device=tensors_of(targets)[0].device)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
-        """Turn the sums over all items, float64 on the CPU, into named figures."""
+        """Turn the sums over all items, float64 on the CPU, into named metrics."""
         return {}
 
     def predictions(self, outputs: Tree, targets: Tree) -> Mapping[str, object]:
         """Return what `--predict` writes about each sample of a batch, by name.
 
-        A value is a tensor [samples, ...], a tree of them, or a list with an entry for each sample,
-        such as a text. By default the outputs and the targets as they are.
+        A value is a tensor [samples, ...], a tree of such tensors, or a list with one entry per
+        sample, such as a text. The default is the unchanged outputs and targets.
 
         Args:
-            outputs: what the model gave for a whole batch, on the model's device.
-            targets: as `test()` gave them, on the same device.
+            outputs: the model's output for a whole batch, on the model's device.
+            targets: the targets from `test()`, on the same device.
         """
         return {"prediction": outputs, "target": targets}
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what makes two runs of this task different, so that one never continues the other.
+        """Return the values that tell runs of this task apart, so that none continues another.
 
-        By default the numbers of training samples and of the model's parameters. Not the file's
-        digest: a corrected comment must not refuse a resume. A task in which more than sizes has
-        changed can add that here, such as `{"version": 2}`.
+        The default is the numbers of training samples and of model parameters. It excludes the
+        digest of the task's file, as a corrected comment must not prevent a resume. If your task
+        changes in more than sizes, add an entry here, such as `{"version": 2}`.
         """
         parameters = sum(parameter.numel() for parameter in sketch_of(self).parameters())
         return {"train_samples": len(self.train()), "parameters": parameters}
 
     def pieces(self, model: nn.Module) -> Sequence[str]:
-        """Name the submodules which, one after the other, are the forward pass of the model.
+        """Name the submodules that, one after the other, make up the model's forward pass.
 
-        They are what pipeline stages, sharding and activation checkpointing are cut by. By default
-        the children of an `nn.Sequential`; of any other model there is one piece: itself, ''.
+        Pipeline stages, sharding and activation checkpointing split the model into these pieces. By
+        default they are the children of an `nn.Sequential`; any other model is one piece, ''.
         """
         if isinstance(model, nn.Sequential):
-            # Not named_children(), which leaves out a layer that stands in it a second time.
+            # Not named_children(), which skips the second occurrence of a layer.
             return list(model._modules)
         return [""]
 
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
     ) -> "Mapping[str, ParallelStyle]":
-        """Return how each submodule's matrices are shared by `ranks` ranks (tensor parallel).
+        """Return how each submodule's matrices are sharded over `ranks` ranks (tensor parallel).
 
-        With `loss_parallel` the outputs should stay a DTensor sharded by class, where that is safe
+        With `loss_parallel` the outputs should stay a DTensor sharded by class, if that is safe
         (see `classes_can_be_sharded()`).
 
         Raises:
@@ -125,7 +125,7 @@ class Task(ABC):
         )
 
     def weights(self) -> Tensor:
-        """Return each training sample's chance under `--sampling balanced`. Shape [samples]."""
+        """Return each training sample's weight under `--sampling balanced`. Shape [samples]."""
         raise UsageError(
             f"task '{self.name}' does not say what to balance: give it weights(), or leave out "
             "--sampling balanced"
@@ -134,10 +134,10 @@ class Task(ABC):
 
 @contextmanager
 def modules_on(device: torch.device) -> Iterator[None]:
-    """Have modules made on a device; on `meta` they take no memory.
+    """Make new modules on a device; on `meta` they take no memory.
 
-    A task may load weights from a file into its model: torch warns for each tensor on `meta` that
-    this does nothing there, which would look as if nothing were loaded at all.
+    A task may load weights from a file into its model. On `meta`, torch would warn for each tensor
+    that loading does nothing, as if no weights were loaded at all.
     """
     with device, warnings.catch_warnings():
         if device.type == "meta":
@@ -149,7 +149,7 @@ def model_of(task: Task) -> nn.Module:
     """Make a task's model.
 
     Raises:
-        UsageError: it gave something else, or a layer has no shape until it is used.
+        UsageError: `model()` returned something else, or a layer has no shape before its first use.
     """
     model = task.model()
     if not isinstance(model, nn.Module):
@@ -168,7 +168,7 @@ def model_of(task: Task) -> nn.Module:
 
 
 def held_by(task: Task) -> Iterator[tuple[str, Tensor]]:
-    """Name the tensors that a task itself holds, also in its modules, and in lists and dicts."""
+    """Name the tensors that a task itself holds, including those in modules, lists and dicts."""
     for attribute, value in vars(task).items():
         if isinstance(value, nn.Module):
             yield from ((f"{attribute}.{name}", p) for name, p in value.named_parameters())
@@ -178,8 +178,8 @@ def held_by(task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def sketch_of(task: Task) -> nn.Module:
-    """Make a task's model without memory for its weights, where it can be made so."""
-    # Operations of a model that no meta tensor can do.
+    """Make a task's model on the meta device, without memory for its weights, if possible."""
+    # The model uses operations that meta tensors do not support.
     with suppress(Exception), modules_on(torch.device("meta")):
         return model_of(task)
     return model_of(task)
@@ -189,7 +189,7 @@ def item_count(task: Task, targets: Tree) -> int:
     """Count the items that the task's `loss()` sums over.
 
     Raises:
-        UsageError: it gave something else than a whole number.
+        UsageError: `count()` returned something else than a whole number.
     """
     count = task.count(targets)
     if type(count) is int:
@@ -208,7 +208,7 @@ def item_count(task: Task, targets: Tree) -> int:
 
 
 class Classifier(Task):
-    """A task whose outputs are scores [..., classes] and whose targets are class numbers [...]."""
+    """A task with scores [..., classes] as outputs and class numbers [...] as targets."""
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum the cross entropy over all targets, in nats."""
@@ -219,15 +219,15 @@ class Classifier(Task):
         return targets.numel()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the targets whose likeliest class is right. Scalar."""
+        """Count the correct predictions. Scalar."""
         return (outputs.argmax(dim=-1) == targets).sum()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the targets whose likeliest class is right. Shape [1]."""
+        """Count the correct predictions. Shape [1]."""
         return self.correct(outputs, targets).reshape(1)
 
     def metrics(self, score: Tensor, count: int) -> Mapping[str, float]:
-        """Return the share that is right."""
+        """Return the share of correct predictions."""
         return {"accuracy": score[0].item() / count}
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> Mapping[str, object]:
@@ -237,12 +237,12 @@ class Classifier(Task):
         return {"prediction": prediction, "probability": probability, "target": targets}
 
     def weights(self) -> Tensor:
-        """Give every class the same chance in all: each sample one over its class's size."""
+        """Give every class the same total weight: each sample's weight is 1 / size of its class."""
         return class_weights(targets_of(self.train()))
 
 
 class ResidentClassifier(Classifier):
-    """A classifier whose samples are all in memory."""
+    """A classifier with all samples in memory."""
 
     def __init__(self, *, train: Batch, test: Batch) -> None:
         self._train, self._test = train, test
@@ -257,7 +257,7 @@ class ResidentClassifier(Classifier):
 
 
 class Perceptron(ResidentClassifier):
-    """Classifies rows of numbers, [n, features] float, by two hidden layers."""
+    """Classifies rows of numbers, [n, features] float, with two hidden layers."""
 
     features: int
     """Numbers in a row."""
@@ -267,7 +267,7 @@ class Perceptron(ResidentClassifier):
     """Number of classes."""
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what makes two runs different: the sizes."""
+        """Return the sizes, which tell runs apart."""
         return {"hidden": self.hidden, "train_samples": len(self._train)}
 
     def model(self) -> nn.Module:
@@ -283,9 +283,9 @@ class Perceptron(ResidentClassifier):
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
     ) -> "Mapping[str, ParallelStyle]":
-        """Cut the first matrix by its outputs, the second by its inputs, the last by class.
+        """Shard the first matrix by outputs, the second by inputs, the last by class.
 
-        So the first exchange comes after the second matrix: between them each rank has its own
+        So the first exchange follows the second matrix: before it, each rank has its own hidden
         units.
         """
         from torch.distributed.tensor import Replicate, Shard
@@ -304,7 +304,7 @@ class Perceptron(ResidentClassifier):
 
 
 def class_weights(targets: Tensor) -> Tensor:
-    """Weigh each sample by one over the size of its class. Shape [samples], float64."""
+    """Weight each sample by 1 / size of its class. Shape [samples], float64."""
     return 1.0 / torch.bincount(targets).double()[targets]
 
 
@@ -315,10 +315,10 @@ def classes_can_be_sharded(classes: int, ranks: int) -> bool:
 
 
 def check_divisible(what: str, size: int, ranks: int) -> None:
-    """Refuse a size that tensor parallelism cannot share evenly.
+    """Refuse a size that tensor parallelism cannot divide evenly.
 
     Raises:
-        UsageError: shows the arithmetic and what would do.
+        UsageError: shows the arithmetic and valid values.
     """
     if size % ranks:
         fitting = [str(n) for n in range(2, size + 1) if size % n == 0]

@@ -1,4 +1,4 @@
-"""A character language model over real text that every Python brings along: its own source code."""
+"""A character language model over real text that comes with Python: its source code."""
 
 import hashlib
 import sysconfig
@@ -31,12 +31,12 @@ FILES = (
     "pickletools.py",
     "tarfile.py",
 )
-"""Files that CPython 3.10 to 3.14 all have, each well above PIECE bytes. Their text differs from
-one Python version to the next, hence the digest in `identity()`."""
+"""Files that CPython 3.10 to 3.14 all contain, each well above PIECE bytes. Their text differs
+between Python versions, so `identity()` includes a digest."""
 PIECE = 16 * 1024
 CONTEXT = 64
 TEST_WINDOWS = 24
-"""The last windows of each file are the test: neighbours of the training text, never part of it."""
+"""The last windows of each file are the test set: next to the training text, never part of it."""
 VOCABULARY = 128
 WIDTH = 64
 HEADS = 4
@@ -48,13 +48,13 @@ class Sizes:
     """Sizes of the model: the defaults are small, benchmarks choose larger ones."""
 
     context: int = CONTEXT
-    """Characters that a sequence has; at most half of PIECE."""
+    """Characters per sequence; at most half of PIECE."""
     width: int = WIDTH
-    """Numbers by which a position is described."""
+    """Size of the hidden state per position."""
     heads: int = HEADS
-    """Attention heads, which share the width."""
+    """Attention heads, which divide the width among them."""
     layers: int = LAYERS
-    """Blocks."""
+    """Number of blocks."""
 
 
 class Chars(ResidentClassifier):
@@ -86,7 +86,7 @@ class Chars(ResidentClassifier):
         for piece in pieces:
             ascii_only = bytes(byte if byte < VOCABULARY else ord("?") for byte in piece)
             symbols = torch.frombuffer(bytearray(ascii_only), dtype=torch.uint8).long()
-            # They share one character. Shape [n, context + 1].
+            # Neighbouring windows share one character. Shape [n, context + 1].
             windows = symbols.unfold(0, self.sizes.context + 1, self.sizes.context)
             train.append(windows[:-tests])
             test.append(windows[-tests:])
@@ -97,7 +97,7 @@ class Chars(ResidentClassifier):
         return Batch(inputs=windows[:, :-1].contiguous(), targets=windows[:, 1:].contiguous())
 
     def identity(self) -> Mapping[str, str | int]:
-        """Return what else makes two runs different: the text and the sizes."""
+        """Return the text's digest and the sizes, which also tell runs apart."""
         return {
             "text_sha256": self._digest,
             "context": self.sizes.context,
@@ -106,9 +106,9 @@ class Chars(ResidentClassifier):
         }
 
     def predictions(self, outputs: Tensor, targets: Tensor) -> Mapping[str, object]:
-        """Return the likeliest text, the text that follows, and its loss in nats, of each window.
+        """Return, for each window, the likeliest text, the true text, and its loss in nats.
 
-        Each character of the prediction is the likeliest one after the true text before it.
+        Each character of the prediction is the likeliest one after the preceding true text.
         """
         loss = functional.cross_entropy(
             outputs.float().transpose(1, 2), targets, reduction="none"
@@ -133,11 +133,11 @@ class Chars(ResidentClassifier):
     def tensor_plan(
         self, model: nn.Module, *, ranks: int = 1, loss_parallel: bool = False
     ) -> "Mapping[str, ParallelStyle]":
-        """Share attention by heads, the rest by width; between them each rank has part of the time.
+        """Shard attention by heads, other layers by width; between them, shard the sequence.
 
-        Where every position is worked on by itself (norms, sums, dropout), nothing is gained by
-        doing it on all ranks: each does its part of the sequence (sequence parallel), and the
-        layers before and behind gather and scatter it.
+        Layers that process every position separately (norms, sums, dropout) need not run for the
+        whole sequence on all ranks. Each rank processes its part (sequence parallel), and the
+        layers before and after gather and scatter the sequence.
         """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
@@ -154,7 +154,7 @@ class Chars(ResidentClassifier):
         by_class = loss_parallel and classes_can_be_sharded(VOCABULARY, ranks)
         time = Shard(1)
         plan: dict[str, ParallelStyle] = {
-            # The sum of both stays a DTensor, so that it knows whose part of the time it is.
+            # The sum of both stays a DTensor, as only a DTensor knows its rank's part of the time.
             "embed.symbols": RowwiseParallel(
                 input_layouts=Replicate(), output_layouts=time, use_local_output=False
             ),
@@ -182,7 +182,7 @@ class Chars(ResidentClassifier):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, head: one after the other, so that it can be cut between any two."""
+    """Embedding, blocks, head: in sequence, so that the model can be cut between any two."""
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Transformer(nn.Module):
 
 
 class Embed(nn.Module):
-    """A vector for each symbol plus one for its place."""
+    """Token embedding plus position embedding."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -215,15 +215,15 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each normalised before and added after."""
+    """Causal self-attention and a feed-forward layer, each with pre-normalisation and residual."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width
         self.head_dim = width // sizes.heads
         self.attention_norm = nn.LayerNorm(width)
-        # No bias: softmax ignores a key's, whose gradient is then mere rounding noise, which AdamW
-        # would scale up to full steps.
+        # No bias: softmax ignores that of the keys. Its gradient would be mere rounding noise,
+        # which AdamW would scale up to full steps.
         self.attention_in = nn.Linear(width, 3 * width, bias=False)
         self.attention = CausalAttention()
         self.attention_out = nn.Linear(width, width)
@@ -236,7 +236,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [batch, time, width] to the same shape."""
         mixed = self.attention_in(self.attention_norm(hidden))
-        # Head by head, so that a rank's rows of the matrix are whole heads. Neither the number of
+        # Order the matrix by heads, so that a rank's rows are whole heads. Neither the number of
         # heads nor the time is fixed: a rank may have a part of either.
         by_head = mixed.unflatten(-1, (-1, 3, self.head_dim))
         query, key, value = by_head.permute(3, 0, 2, 1, 4)

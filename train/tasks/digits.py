@@ -25,8 +25,8 @@ class Digits(Perceptron):
     classes = 10
 
     def __init__(self) -> None:
-        """Load the images, and set the same fifth of them aside for testing with any seed."""
-        # The table of `sklearn.datasets.load_digits`, without the two seconds of importing it.
+        """Load the images; the test set is the same fifth of them for any seed."""
+        # Read the table of `sklearn.datasets.load_digits`; its import would take two seconds.
         spec = importlib.util.find_spec("sklearn")
         path = spec and spec.origin and Path(spec.origin).parent / "datasets/data/digits.csv.gz"
         if not path or not path.is_file():
@@ -35,7 +35,7 @@ class Digits(Perceptron):
             )
         table = torch.from_numpy(np.loadtxt(path, delimiter=","))
         everything = Batch(
-            # Grey values 0 to 16 become 0 to 1; the digit itself stands last.
+            # Grey values 0 to 16 become 0 to 1; the last column is the digit.
             inputs=table[:, : self.features].float() / 16.0,
             targets=table[:, self.features].long(),
         )

@@ -17,13 +17,13 @@ FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FOLDER_VARIABLE = "FASHION_MNIST_DIR"
 CLASSES = 10
 MAGIC = bytes([0, 0, 8])
-"""Of the idx format: two zero bytes, the type (8: unsigned bytes), the number of dimensions."""
+"""Start of an idx file: two zero bytes, the type (8: unsigned bytes); then number of dimensions."""
 
 
 class FashionMnist(ResidentClassifier):
     """Classify a picture of a piece of clothing.
 
-    Training samples: [60000, 1, 28, 28] bytes and [60000] int; test samples: 10000 likewise.
+    Training samples: [60000, 1, 28, 28] bytes and [60000] int; 10000 test samples of the same form.
     """
 
     name = "fashion-mnist"
@@ -46,14 +46,14 @@ class FashionMnist(ResidentClassifier):
 
 
 class Stem(nn.Sequential):
-    """The first convolution; takes bytes, a quarter of the memory and of the way to a GPU."""
+    """The first convolution; takes bytes, a quarter of the memory and of the transfer to a GPU."""
 
     def __init__(self) -> None:
         super().__init__(*_convolution(1, 16))
 
     def forward(self, images: Tensor) -> Tensor:
         """Map [batch, 1, 28, 28] bytes to [batch, 16, 14, 14]."""
-        # To the weights' type, which mixed precision may have changed.
+        # Cast to the weights' dtype, which mixed precision may have changed.
         hidden = images.to(next(self.parameters()).dtype) / 255
         for layer in self:
             hidden = layer(hidden)
@@ -63,7 +63,7 @@ class Stem(nn.Sequential):
 def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
     """Make the layers of a stage that halves height and width."""
     return [
-        # No bias: the normalisation behind it would take it out again.
+        # No bias: the following normalisation would remove it.
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(),
@@ -83,7 +83,7 @@ def read_idx(path: Path) -> Tensor:
     """Read a compressed idx file of bytes. Shape: as in the file.
 
     Raises:
-        UsageError: it is missing or damaged; names a source of the file.
+        UsageError: the file is missing or damaged; names a source of the file.
     """
     try:
         with gzip.open(path) as file:

@@ -1,4 +1,4 @@
-"""Finds the task that `--task` names: one of ours, or a class in a file of your own."""
+"""Loading the task of `--task`: a built-in one, or a class in your own file."""
 
 import difflib
 import hashlib
@@ -26,7 +26,7 @@ TASKS = {
 
 
 def problem_of(name: str) -> str | None:
-    """Return the problem of a task's name, as far as it shows without imports."""
+    """Return the problem with a task's name, as far as it can be detected without imports."""
     if name in TASKS:
         return None
     file, colon, attribute = name.rpartition(":")
@@ -69,7 +69,7 @@ def load(name: str) -> "Task":
 
 
 def _class(path: Path, attribute: str) -> "type[Task]":
-    """Find a class in a file, and see that it is a task and lacks nothing."""
+    """Find a class in a file, and check that the class is a complete task."""
     from .base import Task
 
     try:
@@ -106,9 +106,9 @@ def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses and pickle look the module up by name.
+    # Register the module before running it: dataclasses and pickle look it up by name.
     sys.modules[name] = module
-    # Last, so that a neighbour of the file can be imported but hides nothing.
+    # Append the folder last: files beside the task can be imported, but hide no other module.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:

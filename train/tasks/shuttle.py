@@ -38,7 +38,7 @@ class Shuttle(Perceptron):
             members = (targets == number).nonzero().squeeze(1)
             shuffled = members[permutation(len(members), seed=0, epoch=number)]
             test[shuffled[: round(TEST_SHARE * len(members))]] = True
-        # By the training part alone: the test must not leak into what the model is given.
+        # Use the training part only: the test set must not leak into the model's inputs.
         mean, std = inputs[~test].mean(dim=0), inputs[~test].std(dim=0)
         inputs = ((inputs - mean) / std).float()
         super().__init__(
@@ -55,18 +55,18 @@ class Shuttle(Perceptron):
                 f"dpkg -x r-cran-mlbench_*.deb FOLDER, and set {FILE_VARIABLE} to FOLDER{FILE}"
             )
         try:
-            # Only here: rdata imports pandas, which takes a second.
+            # Import this late: rdata imports pandas, which takes a second.
             import rdata
         except ModuleNotFoundError as error:
             raise UsageError("task 'shuttle' needs the package rdata: pip install rdata") from error
         try:
-            # rdata warns where it guesses what a damaged file was.
+            # rdata warns when it guesses the contents of a damaged file.
             with warnings.catch_warnings(action="error"):
                 frame = rdata.read_rda(path, default_encoding="utf-8")["Shuttle"]
             readings = frame[[f"V{number + 1}" for number in range(self.features)]]
             inputs = torch.from_numpy(readings.to_numpy("float64", copy=True))
             return inputs, torch.from_numpy(frame["Class"].cat.codes.to_numpy("int64", copy=True))
-        # For a damaged file rdata has no exception of its own.
+        # rdata has no specific exception for damaged files.
         except Exception as error:
             raise UsageError(f"task 'shuttle' cannot use {path}: {error!r}") from error
 

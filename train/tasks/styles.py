@@ -1,4 +1,4 @@
-"""What torch.distributed.tensor.parallel lacks for a model to be cut well."""
+"""Parallel styles missing from torch.distributed.tensor.parallel."""
 
 from functools import partial
 
@@ -10,17 +10,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Replicated(ParallelStyle):
-    """Every rank has the whole module; its parameters become DTensors like all others."""
+    """Every rank holds the whole module; its parameters become replicated DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class PartwiseDropout(ParallelStyle):
-    """Dropout where each rank has its own part of a tensor, such as its part of the sequence.
+    """Dropout for tensors that are split over the ranks, for instance along the sequence.
 
-    Ranks that share matrices share their random numbers too, so that what all of them compute is
-    the same. Here that would drop the same places of every part.
+    Tensor-parallel ranks use the same random numbers, so that replicated results are the same on
+    all ranks. Here the same numbers would drop the same elements of every part.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -30,14 +30,14 @@ class PartwiseDropout(ParallelStyle):
 
 
 def drop_by_rank(module: nn.Dropout, rank: int) -> None:
-    """Have a rank of a tensor-parallel group draw numbers of its own in a dropout layer."""
+    """Make a dropout layer draw different random numbers on each tensor-parallel rank."""
     module.forward = partial(_drop, module, rank)  # type: ignore[method-assign]
 
 
 def _drop(module: nn.Dropout, rank: int, inputs: Tensor) -> Tensor:
     if not module.training or module.p == 0:
         return inputs
-    # Drawn by all ranks alike, so that their common generator stays common.
+    # All ranks draw this seed, so that their shared generator stays in step.
     seed = int(torch.randint(2**62, ()).item()) + rank
     generator = torch.Generator(inputs.device).manual_seed(seed)
     kept = torch.empty_like(inputs).bernoulli_(1 - module.p, generator=generator)

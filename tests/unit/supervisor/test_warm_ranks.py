@@ -139,6 +139,7 @@ print(json.dumps({
     "logging": len(logging.getLogger().handlers),
     "flags": str(sys.flags),
     "stdin": sys.stdin.read(),
+    "beside": any(path.endswith("/warm0") for path in sys.path),
     "hook": getattr(sys.modules.get("sitecustomize"), "__file__", None),
     "executable": sys.executable,
     "children": multiprocessing.active_children(),
@@ -299,6 +300,34 @@ def test_a_rank_that_would_differ_starts_by_itself(
     assert (status, out) == (0, f"{os.getpid()}\n")
     assert err.count(COLD) == 1
     assert reason in err
+
+
+IMPOSTOR = """
+import os, socket, sys
+os.setuid(65534)
+server = socket.socket(socket.AF_UNIX)
+server.bind("\\0" + sys.argv[1])
+server.listen()
+print("listens", flush=True)
+connection, _ = server.accept()
+print(repr(connection.recv(1000)), flush=True)
+"""
+
+
+def test_another_user_at_the_address_is_told_nothing(site: Site) -> None:
+    address = str(uuid.uuid4())
+    argv = [sys.executable, "-c", IMPOSTOR, address]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as impostor:
+        assert impostor.stdout is not None
+        assert impostor.stdout.readline() == "listens\n"
+        own, site.address = site.address, address
+        try:
+            status, out, err = site.end("print('begun')", SECRET="hidden")
+        finally:
+            site.address = own
+        assert (status, out) == (0, "begun\n")
+        assert "the fork server belongs to another user" in err
+        assert impostor.communicate()[0] == "b''\n"
 
 
 @pytest.fixture

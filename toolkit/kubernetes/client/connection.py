@@ -1,13 +1,13 @@
-"""The connection to an API server: requests as plain JSON, and its refusals as our exceptions.
+"""The connection to an API server: requests in plain JSON, error responses as exceptions.
 
-The official client finds the server, its certificates and the credentials, which it renews. This
-module and exec.py alone import it, at the first request.
+The official client finds the server, the certificates and the credentials, and renews the
+credentials. Only this module and exec.py import it, at the first request.
 
-The requests are our own: the client's methods differ from version to version (35 to 37), and none
-of them applies every kind. Its `dynamic` part (37) first lists the whole API and caches it in a
+This module sends the requests itself: the client's methods differ between versions (35 to 37), and
+none of them applies every kind. Its `dynamic` part (37) first lists the whole API, caches it in a
 file of the shared temporary folder, has no `fieldValidation`, and reads an answer of any size into
-memory; its `watch` reads lines of any length, never lists anew after a 410 and has no back-off for
-a 429. Retries, limits and the mapping of errors would still be ours, around it.
+memory. Its `watch` reads lines of any length, never lists anew after a 410 and has no back-off for
+a 429. Retries, limits and error mapping would still have to be written around it.
 """
 
 import contextlib
@@ -31,37 +31,37 @@ from toolkit.text import untrusted
 T = TypeVar("T")
 
 TIMEOUT_S = (5.0, 60.0)
-"""How long to connect, and how long to wait for an answer."""
+"""Connect timeout and read timeout."""
 
 FIRST_PAUSE_S = 0.5
 
 LONGEST_PAUSE_S = 30.0
-"""The longest pause that is accepted from a server's Retry-After."""
+"""The longest Retry-After pause that is honoured."""
 
 BODY_BYTES = 256 << 20
-"""How large an answer may be: a list of ten thousand pods."""
+"""Maximum size of a response: a list of ten thousand pods."""
 
 BODY_S = 300.0
-"""How long an answer may take to come."""
+"""Maximum time to read a response."""
 
 _REFUSAL_BYTES = 1 << 20
 _LINE_BYTES = 64 << 20
 _READ_ATTEMPTS = 4
 
 _NO_LOG = re.compile("previous terminated container .* not found|waiting to start")
-"""Messages of the API server with 400 for a container without a log."""
+"""Messages of the API server, with status 400, for a container without a log."""
 
 
 _UNKNOWN_FIELD = ("failed to create typed patch object", "not declared in schema")
-"""Message with 500 for an unknown field under server-side apply: a refusal (seen on 1.34.9)."""
+"""Message of status 500 for an unknown field in a server-side apply (seen on 1.34.9)."""
 
 
 _WEBHOOK = 'failed calling webhook "'
-"""Message with 500 where an operator's webhook does not answer (seen on 1.35); its name follows."""
+"""Message of status 500 when a webhook does not answer (seen on 1.35); its name follows."""
 
 
 class Away(SchedulerMissing):
-    """The API server gives no answer, or none for now; asking again may help."""
+    """The API server does not respond, or not now; a retry may help."""
 
     def __init__(
         self, message: str, *, retry_after_s: float | None = None, connected: bool = True
@@ -72,7 +72,7 @@ class Away(SchedulerMissing):
 
 
 class Missing(LauncherError):
-    """The object, or the log, is not there."""
+    """The object or the log does not exist."""
 
 
 class NotServed(LauncherError):
@@ -80,19 +80,19 @@ class NotServed(LauncherError):
 
 
 class Conflict(LauncherError):
-    """The object exists already, has changed, or another manager owns one of its fields."""
+    """The object already exists, has changed, or another field manager owns one of its fields."""
 
 
 class Denied(LauncherError):
-    """This is not allowed, be it by RBAC or by an admission webhook."""
+    """RBAC or an admission webhook denied the request."""
 
 
 class Expired(LauncherError):
-    """The server does not remember the version from which a watch or a list is to continue."""
+    """The resource version from which a watch or a list should continue has expired."""
 
 
 def unless_refused(question: Callable[[], T]) -> T | None:
-    """Return an answer of the server; None if it refuses, as without the right to it."""
+    """Return the server's answer; None if it refuses, for example for lack of permission."""
     try:
         return question()
     except Away:
@@ -119,19 +119,19 @@ class Connection:
         self._given = api_client is not None
         self._environ = environ
         self._fresh = True
-        """Whether no answer has accepted the credentials yet; if one did, a refusal means that they
-        are too old."""
+        """Whether the server has not accepted these credentials yet. After it has, a refusal means
+        that the credentials have expired."""
         self._lock = threading.Lock()
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """A key that distinguishes this namespace of this cluster from others."""
+        """A key that identifies this namespace of this cluster."""
         if self._given:
             return (f"client {id(self._api_client)}", self.namespace)
         return (self._environ.get("KUBECONFIG", ""), self.context or "", self.namespace)
 
     def connect(self) -> Any:
-        """Return the official client, so that `context` is known; no request is sent.
+        """Return the official client, which sets `context`; no request is sent.
 
         Raises:
             SchedulerMissing: no cluster is named, or the named one cannot be used.
@@ -143,7 +143,7 @@ class Connection:
             return self._api_client
 
     def credentials(self) -> tuple[Any, dict[str, str]]:
-        """Return the official client, and the header with the token, which this renews if old."""
+        """Return the official client and the header with the token; renew an old token."""
         client = self.connect()
         for name in ("BearerToken", "authorization"):  # the first since client 36
             if value := client.configuration.get_api_key_with_prefix(name):
@@ -155,7 +155,7 @@ class Connection:
     ) -> Any:
         """Send a request and return the answer's JSON.
 
-        Reads are retried after a Retry-After, or if a kept-alive connection turns out to be closed.
+        Reads are retried after a Retry-After, or if a keep-alive connection was closed.
 
         Raises:
             LauncherError: the server refused; its words are in the message.
@@ -181,7 +181,7 @@ class Connection:
     ) -> T:
         """Retry with back-off while the server is away; give up if the connection is refused.
 
-        `only_if_told` retries only after the pause that the server names in a Retry-After.
+        `only_if_told` retries only if the server sends a Retry-After.
         """
         for attempt in range(1, attempts + 1):
             try:
@@ -205,11 +205,11 @@ class Connection:
         body: Any = None,
         timeout_s: tuple[float, float] = TIMEOUT_S,
     ) -> Iterator[Any]:
-        """Send a request and give the response, to be read as it comes.
+        """Send a request and yield the response as a stream.
 
         Raises:
             LauncherError: the server refused; its words are in the message.
-            Away: no answer, or none for now; also where one breaks off while it is read.
+            Away: no answer, or none for now, or the response broke off while it was read.
         """
         self.connect()  # which reports a missing library
         from urllib3 import Timeout
@@ -241,7 +241,7 @@ class Connection:
             ) from error
 
     def _send(self, method: str, target: str, headers: Mapping[str, str], **request: Any) -> Any:
-        """Send a request; once more, where a kept connection was closed or a token is too old."""
+        """Send a request; retry once if a keep-alive connection was closed or the token expired."""
         from urllib3 import exceptions as errors
 
         again = method in ("GET", "DELETE")
@@ -269,18 +269,18 @@ class Connection:
             return response
 
     def _renewed(self, client: Any) -> bool:
-        """Read the kubeconfig again after a refusal, once; whether that is worth another try."""
+        """Read the kubeconfig again, once, after a refusal; return whether a retry makes sense."""
         with self._lock:
             if self._given or self._api_client is not client:
                 return not self._given
             fresh, self._fresh = self._fresh, True
-            # Fresh credentials were refused, too: the next request reads the kubeconfig again.
+            # Fresh credentials were refused as well: the next request reads the kubeconfig again.
             self._api_client = None if fresh else self._new_client()
         client.close()
         return not fresh
 
     def _new_client(self) -> Any:
-        """Connect by kubeconfig as kubectl does, or else as a pod of the cluster."""
+        """Connect by kubeconfig as kubectl does, or else by the service account of a pod."""
         try:
             from kubernetes import client
             from kubernetes import config as config_module
@@ -289,12 +289,12 @@ class Connection:
                 f"the Kubernetes client is missing ({error}); pip install kubernetes jsonpatch"
             ) from error
         config: Any = config_module
-        # The client reads KUBECONFIG when it is imported, which may be long ago.
+        # The client reads KUBECONFIG only once, when it is imported.
         file = self._environ.get("KUBECONFIG") or "~/.kube/config"
         try:
             if self.context is None:
                 _, active = config.list_kube_config_contexts(file)
-                self.context = active["name"]  # tomorrow's current context may be another
+                self.context = active["name"]  # the current context may change later
             return config.new_client_from_config(file, context=self.context)
         except (config.ConfigException, yaml.YAMLError, OSError, TypeError) as error:
             source = f"context {self.context!r} of {file}" if self.context else file
@@ -314,11 +314,11 @@ class Connection:
 
 
 def body_of(response: Any, *, limit: int = BODY_BYTES) -> bytes:
-    """Return all that a server answers, unpacked.
+    """Return the body of a response, decompressed.
 
     Raises:
-        LauncherError: it is more than the limit.
-        Away: it has not come within `BODY_S`: a server may send a byte now and then.
+        LauncherError: the body is larger than the limit.
+        Away: it took longer than `BODY_S`; a server may send a byte now and then.
     """
     parts, size, until = [], 0, time.monotonic() + BODY_S
     for part in response.stream(1 << 16, decode_content=True):
@@ -346,7 +346,7 @@ def lines_of(response: Any) -> Iterator[bytes]:
 
 
 def hang_up(response: Any) -> None:
-    """Make a thread return that waits for the next part of a response; None has no such thread."""
+    """Unblock the thread that reads a response by shutting down its socket; None is ignored."""
     connection = getattr(response, "connection", None)
     if (sock := getattr(connection, "sock", None)) is not None:
         with contextlib.suppress(OSError):
@@ -354,13 +354,13 @@ def hang_up(response: Any) -> None:
 
 
 def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> LauncherError:
-    """Return the exception for an answer that is no success."""
+    """Return the exception for an error response."""
     text = content.decode(errors="replace").strip()
     try:
         words, by_server = str(untrusted.mapping(untrusted.parse_json(text))["message"]), True
     except (KeyError, ValueError):
         words, by_server = text or f"HTTP status {status}", False
-    # A Status object names the missing object; a kind that is not served is refused by the router.
+    # A Status object names a missing object; for an unknown kind, the router answers.
     if status == 404 and (
         not by_server or words.startswith("the server could not find the requested")
     ):

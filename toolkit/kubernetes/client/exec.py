@@ -1,8 +1,8 @@
-"""Commands in running containers: `pods/exec` over a websocket, as it comes, in bounded memory.
+"""Commands in running containers: `pods/exec` over a websocket, streamed in bounded memory.
 
 The official client makes the connection, with its certificates and proxies. Its WSClient is not
-used: that keeps all that has come, and reads for as long as there is something to read. With v4,
-which every server speaks, a command cannot see its stdin end: it must know how much there is.
+used: it keeps all output in memory, and reads as long as there is something to read. Protocol v4,
+which every server supports, cannot signal the end of stdin: a command must know its size.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _STDIN, _STDOUT, _STDERR, _ERROR = range(4)
 _BINARY, _CLOSE, _TEXT = 2, 8, 1  # RFC 6455, section 11.8
 
 _ANSWER_S = 60.0
-"""How long the server may take to agree to a websocket."""
+"""Timeout of the websocket handshake."""
 
 _SILENCE_S = 300.0
-"""How long a command may say nothing: a network disk may take long to write its data."""
+"""How long a command may print nothing: a network disk may take long to write its data."""
 
 _LAST_WORDS = 2000
 
@@ -42,21 +42,21 @@ def execute(
     stdin: Iterable[bytes | memoryview] = (),
     show: Callable[[bytes], object] = lambda _: None,
 ) -> None:
-    """Run a command in a container, and return when it has ended with 0.
+    """Run a command in a container, and return when it has exited with 0.
 
     Its stdin comes in parts of some 10 KiB; `show` is called with each part of its output.
 
     Raises:
         Away: the connection is lost, so the command's end is unknown.
         Missing: the pod does not exist, or its container does not run.
-        LauncherError: it cannot be run, or has ended otherwise; its last words are in the message.
+        LauncherError: it cannot be run, or failed; the message has the end of its stderr.
     """
     command = _Command(show)
     with _connected(cluster, pod, container, argv) as socket:
         errors = _errors()
         try:
             with contextlib.suppress(*errors), selectors.DefaultSelector() as waiting:
-                # The side that stops listening has reported why: that is to be read.
+                # If the command stops reading stdin, the server's message has the reason.
                 waiting.register(socket.sock, selectors.EVENT_READ)
                 for part in stdin:
                     socket.send(bytes([_STDIN]) + part, _BINARY)
@@ -72,7 +72,7 @@ def execute(
 
 
 class _Command:
-    """The state of a command: its last words on stderr, and its end once that has come."""
+    """The state of a command: the end of its stderr, and its result once it has ended."""
 
     def __init__(self, show: Callable[[bytes], object]) -> None:
         self._show = show
@@ -80,9 +80,9 @@ class _Command:
         self.end: dict[str, Any] | None = None
 
     def has_ended(self, socket: Any) -> bool:
-        """Take the next message; one that only keeps the connection alive is answered on the way.
+        """Read the next message, and answer keep-alive messages.
 
-        A ConnectionError means that the command's end has not come, or cannot be read.
+        A ConnectionError means that the command's result is missing or unreadable.
         """
         opcode, frame = socket.recv_data_frame(True)
         content = bytes(frame.data)
@@ -121,7 +121,7 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
         socket = _in_time(lambda: make(configuration, url, lower))
     except WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or str(error).encode()
-        if b"container not found" in body:  # which servers answer with 500
+        if b"container not found" in body:  # sent with status 500
             raise Missing(f"pod {pod} does not run any more") from error
         raise refusal(error.status_code, body, getattr(error, "resp_headers", {})) from error
     except _errors() as error:
@@ -134,7 +134,7 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
 
 
 def _in_time(connect: Callable[[], Any]) -> Any:
-    """Return the connection, or raise TimeoutError; the official client would wait for ever."""
+    """Return the connection, or raise TimeoutError; the official client has no timeout."""
     made: Future[Any] = Future()
 
     def work() -> None:
@@ -147,15 +147,15 @@ def _in_time(connect: Callable[[], Any]) -> Any:
         if made.set_running_or_notify_cancel():
             made.set_result(socket)
         else:
-            socket.shutdown()  # no caller waits for it any more
+            socket.shutdown()  # the caller has given up
 
-    # Left behind where it waits for ever: it must not keep the process from ending.
+    # A daemon: a thread that hangs in the handshake must not block the exit of the process.
     threading.Thread(target=work, name="websocket", daemon=True).start()
     try:
         return made.result(_ANSWER_S)
     except TimeoutError as error:
         if not made.cancel():
-            return made.result()  # which has just come
+            return made.result()  # connected just now
         raise TimeoutError(f"no answer within {_ANSWER_S:g} s") from error
 
 

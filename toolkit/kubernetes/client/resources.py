@@ -1,4 +1,4 @@
-"""The few requests that a run sends to its cluster, with answers as plain data."""
+"""The few requests that a run sends to its cluster; they return plain data."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
@@ -25,16 +25,16 @@ NODES = ApiResource(api_version="v1", kind="Node")
 _DEFINITIONS = ApiResource(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 _QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")
-"""Kueue 0.15 and newer; older ones know the second alone."""
+"""Kueue 0.15 and newer; older versions have only the second."""
 
 _LOG_TIMEOUT_S = (5.0, 300.0)
-"""A rank may be silent for long; the reader requests the next part after so many bytes."""
+"""Connect and read timeouts of a log: a rank may print nothing for a long time."""
 
 _WATCH_S = 240
-"""How long the server lets a watch be; then it is opened anew, from where it was."""
+"""Server-side timeout of a watch; the next watch continues from the same version."""
 
 _MOST_NAMED = 100
-"""How many runs a selector names; a longer one may not fit into a URL."""
+"""Maximum number of runs in a selector; a longer one may not fit into a URL."""
 
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
@@ -48,9 +48,9 @@ class Cluster:
         self._queue_version = 0
 
     def apply(self, resource: ApiResource, body: Object, *, dry_run: bool = False) -> Object:
-        """Lay our fields, the body, over an object, or make it, and return it (server-side apply).
+        """Create or update an object by server-side apply of `body`, and return it.
 
-        In a dry run the server only validates it, and its fields may belong to other managers.
+        In a dry run the server only validates it, and other managers may own its fields.
 
         Raises:
             Conflict: another manager has set one of the fields to another value.
@@ -66,10 +66,10 @@ class Cluster:
         return checked(answer)
 
     def create(self, resource: ApiResource, body: Object, *, dry_run: bool = False) -> None:
-        """Make an object; in a dry run the server only validates it.
+        """Create an object; in a dry run the server only validates it.
 
         Raises:
-            Conflict: there is one of this name.
+            Conflict: an object of this name exists.
             LauncherError: the server refused; its words are in the message.
         """
         path = resource.path(body["metadata"].get("namespace", self.namespace))
@@ -83,10 +83,10 @@ class Cluster:
         return None
 
     def delete(self, resource: ApiResource, obj: Object, *, changed: bool = False) -> bool:
-        """Delete an object as it was read, or as it is now if it may have `changed`.
+        """Delete an object if it is unchanged since it was read, or in any version if `changed`.
 
-        Its pods get their grace period. Returns False where the object has changed, so that it must
-        be read again.
+        Its pods get their grace period. Returns False if the object has changed and must be read
+        again.
         """
         metadata = obj["metadata"]
         keys = ("uid",) if changed else ("uid", "resourceVersion")
@@ -95,7 +95,7 @@ class Cluster:
                 f"{metadata['name']} is not deleted: the API server does not tell its "
                 f"{' and '.join(missing)}"
             )
-        # Foreground: the object stays until the pods have ended, so that all can see it stop.
+        # Foreground: the object exists until its pods have ended, so every client can see it stop.
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -112,15 +112,15 @@ class Cluster:
         return True
 
     def objects(self, resource: ApiResource, selector: str) -> tuple[list[Object], str]:
-        """Return the objects that a selector of labels picks, and the version of the list."""
+        """Return the objects that match a label selector, and the version of the list."""
         return self._list(resource, {"labelSelector": selector})
 
     def pods(self, selector: str) -> list[Object]:
-        """Return the pods that a selector picks, by their index."""
+        """Return the pods that match a selector, ordered by index."""
         return sorted(self.objects(PODS, selector)[0], key=index_of)
 
     def failed_pods(self, selector: str) -> list[Object]:
-        """Return those of them that have failed."""
+        """Return the failed pods that match a selector."""
         query = {"labelSelector": selector, "fieldSelector": "status.phase=Failed"}
         return self._list(PODS, query)[0]
 
@@ -129,7 +129,7 @@ class Cluster:
         return self.objects(KINDS["Job"], selector_of(JOBSET_LABEL, runs))[0]
 
     def warnings(self, name: str = "") -> list[Object]:
-        """Return the warning events about an object, or all of the namespace, oldest first."""
+        """Return the warning events of an object, or of the namespace, oldest first."""
         selector = "type=Warning" + (name and f",involvedObject.name={name}")
         events, _ = self._list(EVENTS, {"fieldSelector": selector})
         return sorted(events, key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "")
@@ -146,7 +146,7 @@ class Cluster:
     def changes(
         self, resource: ApiResource, selector: str, version: str
     ) -> contextlib.AbstractContextManager[Any]:
-        """Open a watch: a response that holds an event per line, from a version of the list on."""
+        """Open a watch from a version of the list: a response with one event per line."""
         query = {
             "labelSelector": selector,
             "watch": "true",
@@ -175,8 +175,8 @@ class Cluster:
     ) -> contextlib.AbstractContextManager[Any]:
         """Open the log of a container, each line with its time, as a response to stream.
 
-        `previous` opens that of the start before, `follow` goes on until the container has ended,
-        and `most` limits it to so many last lines.
+        `previous` opens the log of the previous container start, `follow` streams until the
+        container has ended, and `most` limits the log to its last lines.
 
         Raises:
             Missing: the pod or the log of its container is gone.
@@ -190,7 +190,7 @@ class Cluster:
         return self.connection.open("GET", path, query=query, timeout_s=timeout_s)
 
     def _list(self, resource: ApiResource, query: Mapping[str, str]) -> tuple[list[Object], str]:
-        """Return the objects of a list, and its version; raise LauncherError if it is no list."""
+        """Return the objects of a list, and its version; raise LauncherError for anything else."""
         answer = self.connection.ask("GET", resource.path(self.namespace), query=query)
         items = answer.get("items") if isinstance(answer, dict) else None
         if not isinstance(items, list):
@@ -200,16 +200,16 @@ class Cluster:
 
 
 def selector_of(label: str, names: Collection[str]) -> str:
-    """Return the selector of objects whose label is one of these names."""
+    """Return the selector of objects that have one of these names as label."""
     if len(names) == 1:
         return f"{label}={next(iter(names))}"
     return f"{label} in ({','.join(names)})" if len(names) <= _MOST_NAMED else label
 
 
 def pod_selector_of(kind: WorkloadKind, selector: str) -> str:
-    """Return the selector of the pods of a kind of workload; `selector` picks their runs.
+    """Return the pod selector for workloads of a kind; `selector` matches their runs.
 
-    Workloads of two kinds may have the same name. Pods of earlier versions have no label of a kind.
+    Workloads of two kinds may have the same name. Pods of earlier versions have no kind label.
     """
     others = ",".join(sorted(KINDS.keys() - {kind.kind}))
     return f"{selector},{WORKLOAD_LABEL} notin ({others})"
@@ -218,9 +218,9 @@ def pod_selector_of(kind: WorkloadKind, selector: str) -> str:
 def definitions(
     documents: Iterable[Object], profile: KubernetesProfile, *, api_client: Any = None
 ) -> list[Object]:
-    """Return the CustomResourceDefinitions of the kinds of objects, as far as the cluster shows.
+    """Return the CustomResourceDefinitions of the objects' kinds, as far as they are readable.
 
-    A kind that is Kubernetes' own has none; reading them may be denied.
+    Built-in kinds have none; RBAC may deny reading the others.
 
     Raises:
         SchedulerMissing: no cluster, or none that answers.
@@ -229,7 +229,7 @@ def definitions(
     kinds = {(str(d["apiVersion"]).rpartition("/")[0], str(d["kind"])) for d in documents}
     objects: list[Object] = []
     for group, kind in sorted(kinds):
-        # Groups of Kubernetes' own are a word, or NAME.k8s.io.
+        # Built-in groups are a single word, or NAME.k8s.io.
         if "." in group and (not group.endswith(".k8s.io") or group.endswith(".x-k8s.io")):
             plural = ApiResource(api_version=group, kind=kind).plural
             path = _DEFINITIONS.path("", f"{plural}.{group}")
@@ -240,11 +240,11 @@ def definitions(
 
 # ---- The fields that are read from answers of the API server, and their required types
 #
-# An answer may come from a proxy, a broken aggregated API, or a hostile server. Fields of another
-# type are dropped, as if they were missing; an answer that lacks a required field is refused.
+# An answer may come from a proxy, a broken aggregated API, or a hostile server. Fields of a wrong
+# type are dropped, as if they were missing; an answer without a required field is refused.
 
 _ANY = "*"
-"""The form of each value of a mapping whose keys are names."""
+"""The schema of all values in a mapping with arbitrary keys."""
 
 _CONDITION = {"type!": str, "status": str, "reason": str, "message": str, "lastTransitionTime": str}
 _ENDED = {"exitCode": int, "reason": str, "message": str, "finishedAt": str, "containerID": str}
@@ -290,7 +290,7 @@ _OBJECT: dict[str, Any] = {
         "jobsStatus": [{"name": str, **_COUNTS}],
         "replicaStatuses": {_ANY: _COUNTS},
     },
-    # Of an event.
+    # Events.
     "involvedObject": {"name": str, "kind": str, "uid": str},
     "type": str,
     "reason": str,
@@ -308,7 +308,7 @@ def checked(answer: Any) -> Object:
     """Return an object.
 
     Raises:
-        LauncherError: the answer is none.
+        LauncherError: the answer is not an object.
     """
     try:
         obj: Object = _fitted(answer, _OBJECT)
@@ -321,7 +321,7 @@ def checked(answer: Any) -> Object:
 
 
 def _fitted(value: Any, form: Any) -> Any:
-    """Return a value without the parts that do not have the form; raise _Misfit for all of it."""
+    """Return a value without the parts that violate the schema; raise _Misfit if all of it does."""
     kind: Any = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _Misfit

@@ -1,7 +1,7 @@
 """A watch over all objects of a namespace and kind: one list, one connection, however many objects.
 
-It survives closed connections, a server that is away or asks for patience (429), and an expired
-version (410), after which everything is listed anew.
+It survives closed connections, an unreachable or overloaded server (429), and an expired version
+(410), after which it lists all objects again.
 """
 
 import json
@@ -17,9 +17,9 @@ from toolkit.text import untrusted
 
 
 class ObjectWatch:
-    """The objects of a kind that a selector picks, kept up to date.
+    """The objects of a kind that match a selector, kept up to date.
 
-    `digest` reduces each to the parts that are of interest, so that memory does not grow with time.
+    `digest` reduces each object to its relevant parts, so that memory stays bounded.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class ObjectWatch:
         self.objects: dict[str, Object] = {}
 
     def start(self) -> None:
-        """List, which may raise LauncherError, and watch from there on in the background."""
+        """List the objects, then watch them in the background; the list may raise LauncherError."""
         self._list()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
         self._thread.start()
 
     @property
     def goes_on(self) -> bool:
-        """Whether it still learns of changes; not where the server refuses to watch."""
+        """Whether the watch still receives changes; False if the server refuses to watch."""
         return self._thread is not None and self._thread.is_alive()
 
     def look(self) -> Mapping[str, Object]:
-        """Return the objects by name, as they were a moment ago; raise where the server is away."""
+        """Return the latest known objects by name; raise if the server is away."""
         with self._changed:
             if self._error is not None:
                 raise self._error
             return dict(self.objects)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has changed, or for that long."""
+        """Wait until something has changed, or until the timeout."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -78,13 +78,13 @@ class ObjectWatch:
         except LauncherError as error:
             self._note(error)
         except (OSError, ValueError, AttributeError):
-            if not self._closed.is_set():  # else the response was closed under the reader's hands
+            if not self._closed.is_set():  # else `close` has closed the response
                 raise
 
     def events(self) -> Iterator[tuple[str, Object | None]]:
-        """Yield each object that has changed, by name, and None in the place of one that is gone.
+        """Yield the name of each changed object and the object; None for a deleted one.
 
-        It raises LauncherError if the server refuses to go on.
+        It raises LauncherError if the server refuses to continue.
         """
         pause_s = connection.FIRST_PAUSE_S
         while not self._closed.is_set():
@@ -106,7 +106,7 @@ class ObjectWatch:
             pause_s = min(pause_s * 2, connection.LONGEST_PAUSE_S)
 
     def _list(self) -> list[tuple[str, Object | None]]:
-        """Read everything anew; return the changes since then."""
+        """List all objects again, and return the changes."""
         items, version = self._cluster.objects(self._resource, self._selector)
         objects = {str(item["metadata"]["name"]): self._digest(item) for item in items}
         with self._changed:

@@ -1,4 +1,4 @@
-"""What a bash script is made of."""
+"""The syntax tree of a bash script."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SourceText:
-    """A piece of text and the line on which it begins."""
+    """A piece of text and its first line."""
 
     text: str
     line: int
@@ -18,30 +18,29 @@ class WordPart:
     """A piece of a word: literal text, or an expansion."""
 
     kind: Literal["text", "variable", "command", "computed"]
-    """`computed` stands for arithmetic and everything else that only a running shell can
-    evaluate."""
+    """`computed` is arithmetic, and anything else that only a running shell can evaluate."""
 
     text: str
-    """The literal text; a variable's name, with `[@]` for all of an array; else the source."""
+    """The literal text, a variable's name (with `[@]` for a whole array), or the source."""
 
     line: int
-    """Where it stands."""
+    """The line on which the part begins."""
 
     quoted: bool = False
-    """Whether quotes keep it in one word."""
+    """Whether quotes prevent word splitting."""
 
     operator: str = ""
-    """What follows a variable's name in its braces: `:-`, `%%`."""
+    """The operator after a variable's name in braces, such as `:-` or `%%`."""
 
     argument: tuple["WordPart", ...] = ()
-    """What follows that."""
+    """The parts after the operator."""
 
     inner: "CommandList" = ()
-    """The commands of a substitution."""
+    """The commands of a command substitution."""
 
     @property
     def shown(self) -> str:
-        """The part as it is written in messages."""
+        """The part as shown in messages."""
         if self.kind == "text":
             return self.text
         if self.kind == "variable":
@@ -60,21 +59,21 @@ class Word:
 
     @property
     def literal(self) -> str | None:
-        """The text, where nothing in it is expanded."""
+        """The literal text; None if the word contains an expansion."""
         if any(part.kind != "text" for part in self.parts):
             return None
         return "".join(part.text for part in self.parts)
 
     @property
     def bare(self) -> str:
-        """The text of a word without quotes, which alone may be a reserved one; else nothing."""
+        """The text of an unquoted literal word, which may be a reserved word; otherwise empty."""
         if len(self.parts) != 1 or self.parts[0].kind != "text" or self.parts[0].quoted:
             return ""
         return self.parts[0].text
 
     @property
     def shown(self) -> str:
-        """The word as it is written in messages."""
+        """The word as shown in messages."""
         return "".join(part.shown for part in self.parts)
 
 
@@ -86,7 +85,7 @@ class Assignment:
     added: bool
     value: Word
     items: tuple[Word, ...] | None
-    """The words of an array."""
+    """The elements of an array."""
 
     line: int
 
@@ -98,7 +97,7 @@ class Redirection:
     operator: str
     target: Word
     body: tuple[WordPart, ...] = ()
-    """The text of a here-document, expanded where bash would."""
+    """The text of a here-document, with expansions where bash expands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class SimpleCommand:
 
     @property
     def name(self) -> str:
-        """The program, builtin or function, if it can be read from the text."""
+        """The program, builtin or function; empty if the name is not literal."""
         return (self.words[0].literal or "") if self.words else ""
 
 
@@ -122,11 +121,11 @@ class Compound:
 
     kind: str
     conditions: tuple["CommandList", ...] = ()
-    """The commands whose exit status is tested."""
+    """The commands that are tested for their exit status."""
 
     bodies: tuple["CommandList", ...] = ()
     words: tuple[Word, ...] = ()
-    """What a loop goes over, or what `case` looks at."""
+    """The list of a `for` loop, or the subject of `case`."""
 
     redirections: tuple[Redirection, ...] = ()
     line: int
@@ -148,7 +147,7 @@ Node = SimpleCommand | Compound | FunctionDefinition
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Commands joined by `|`; most have one."""
+    """Commands joined by `|`; most pipelines have a single command."""
 
     nodes: tuple[Node, ...]
     negated: bool
@@ -160,7 +159,7 @@ class AndOr:
 
     pipelines: tuple[Pipeline, ...]
     operators: tuple[str, ...]
-    """One less than there are pipelines."""
+    """One operator between each pair of pipelines."""
 
     background: bool
     line: int
@@ -170,9 +169,9 @@ CommandList = tuple[AndOr, ...]
 
 
 def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
-    """Join neighbours of literal text that stand on one line and are quoted alike."""
+    """Merge adjacent literal text on one line with the same quoting."""
     runs: list[list[WordPart]] = []
-    end = 0  # the line on which the last of them ends
+    end = 0  # the line on which the previous part ends
     for part in parts:
         first = runs[-1][0] if runs else part
         alike = first.kind == part.kind == "text" and first.quoted == part.quoted
@@ -182,13 +181,13 @@ def joined(parts: Iterable[WordPart]) -> Iterator[WordPart]:
             runs.append([part])
         end = part.line + part.text.count("\n")
     for run in runs:
-        # At once: a here-document has two parts per line.
+        # Join once per run: a here-document has two parts per line.
         text = "".join(part.text for part in run)
         yield replace(run[0], text=text) if len(run) > 1 else run[0]
 
 
 def compounds(commands: CommandList) -> Iterator[Compound]:
-    """Yield the compound commands of a list, those of functions and inside others too."""
+    """Yield the compound commands of a list, including nested commands and function bodies."""
     for item in commands:
         for pipeline in item.pipelines:
             for node in pipeline.nodes:

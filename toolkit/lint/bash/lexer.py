@@ -1,4 +1,4 @@
-"""From characters to words: quotes, expansions, here-documents."""
+"""The lexer: reads words, quotes, expansions and here-documents."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -19,10 +19,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "e": "\x1b"}
 
 
 class WordReader:
-    """A position in the text, with the functions that read from there."""
+    """A position in the text, with methods that read from this position."""
 
     def __init__(self, spans: Sequence[SourceText], source: str) -> None:
-        """Prepare to read a text, given in pieces whose lines are known."""
+        """Prepare to read a text from pieces with known lines."""
         self.text = "".join(span.text for span in spans)
         self.source = source
         self.at, self.limit = 0, len(self.text)
@@ -34,22 +34,22 @@ class WordReader:
         self._newlines = [match.start() for match in re.finditer("\n", self.text)]
         self._after_newline: dict[int, int] = {}
 
-    # ---- Where we are
+    # ---- Position
 
     def line(self, at: int | None = None) -> int:
-        """Return the line of a place; of the current one where none is given."""
+        """Return the line of an offset, by default the current one."""
         at = self.at if at is None else at
         index = bisect_right(self._starts, at) - 1
         before = bisect_left(self._newlines, self._starts[index])
         return self._lines[index] + bisect_left(self._newlines, at) - before
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
-        """Give up; bash would, too."""
+        """Raise an InputError; bash would also reject the text."""
         raise InputError(what, place=f"{self.source}:{self.line(at)}")
 
     @property
     def done(self) -> bool:
-        """Whether all is read."""
+        """Whether the whole text is read."""
         return self.at >= self.limit
 
     def sees(self, text: str) -> bool:
@@ -68,11 +68,11 @@ class WordReader:
         return self.text[at] if at < self.limit else ""
 
     def match(self, pattern: re.Pattern[str]) -> "re.Match[str] | None":
-        """Match at this place."""
+        """Match a pattern at the current position."""
         return pattern.match(self.text, self.at, self.limit)
 
     def blanks(self) -> None:
-        """Step over blanks, continued lines and a comment."""
+        """Step over blanks, line continuations and comments."""
         while not self.done:
             if self.char() in " \t":
                 self.at += 1
@@ -87,7 +87,7 @@ class WordReader:
                 return
 
     def newline(self) -> bool:
-        """Step over the end of a line, and over the here-documents below it."""
+        """Step over a newline and the here-documents below the line."""
         if self.char() != "\n":
             return False
         self.at = self._after_newline.pop(self.at, self.at + 1)
@@ -96,7 +96,7 @@ class WordReader:
     # ---- Words
 
     def word(self) -> Word:
-        """Read a word; it may be empty."""
+        """Read a word, which may be empty."""
         line, parts = self.line(), list[WordPart]()
         while not self.done:
             if self.char() in "<>" and self.char(1) == "(":
@@ -114,7 +114,7 @@ class WordReader:
         return Word(parts=tuple(joined(parts)), line=line)
 
     def test_word(self) -> Word:
-        """Read a word inside `[[ ]]`, where only blanks part words."""
+        """Read a word inside `[[ ]]`, where only blanks separate words."""
         line, parts = self.line(), list[WordPart]()
         while not self.done and self.char() not in " \t\n":
             if self.char() in _ENDS_WORD:
@@ -128,8 +128,8 @@ class WordReader:
         """Read the next part: plain characters, or a quoted or expanded piece.
 
         Args:
-            double: Whether this is between double quotes, or in a here-document.
-            plain_quotes: Whether a single quote is a character like any other.
+            double: Whether the part is inside double quotes or a here-document.
+            plain_quotes: Whether a single quote is an ordinary character.
         """
         start, char = self.at, self.char()
         if char == "\\":
@@ -157,7 +157,7 @@ class WordReader:
         return [self._text(self.text[start : self.at], start, quoted=double)]
 
     def until(self, end: str, *, double: bool, plain_quotes: bool) -> tuple[WordPart, ...]:
-        """Read parts up to `end`, which is stepped over."""
+        """Read parts up to `end`, and step over `end`."""
         start, parts = self.at, list[WordPart]()
         while not self.take(end):
             if self.done:
@@ -177,7 +177,7 @@ class WordReader:
         return parts
 
     def _inside(self, end: str, what: str, start: int) -> bool:
-        """Whether `end` is still to come; step over it where it is here."""
+        """Step over `end` and return False; return True if `end` is still ahead."""
         if self.take(end):
             return False
         if self.done:
@@ -188,7 +188,7 @@ class WordReader:
         return WordPart(kind="text", text=text, line=self.line(at), quoted=quoted)
 
     def _read_from(self, start: int, *, quoted: bool, inner: CommandList | None = None) -> WordPart:
-        """Return what was read: a substitution by its commands, or what a shell computes."""
+        """Return the text since `start` as a command substitution or a computed part."""
         source, line = self.text[start : self.at], self.line(start)
         if inner is None:
             return WordPart(kind="computed", text=source, line=line, quoted=quoted)
@@ -197,7 +197,7 @@ class WordReader:
     # ---- Expansions
 
     def _expansion(self, *, double: bool) -> list[WordPart] | None:
-        """Read what `$` begins; None where it stands for itself."""
+        """Read the expansion after `$`; None for a literal `$`."""
         start = self.at
         if self.sees("$((") and self._arithmetic_ends(start + 3):
             return [self._read_from(start, quoted=double)]
@@ -219,7 +219,7 @@ class WordReader:
         return None
 
     def _commands(self, start: int, opening: str, *, quoted: bool) -> WordPart:
-        """Read the commands of a substitution up to its bracket."""
+        """Read the commands of a substitution and the closing parenthesis."""
         inner = self.commands(")")
         if not self.take(")"):
             self.fail(f"this {opening} is never closed", start)
@@ -228,7 +228,7 @@ class WordReader:
     def _braces(self, start: int, *, double: bool) -> WordPart:
         name = self.match(_NAME)
         special = name is None or (name[0] in "#!" and self.char(1) not in ("}", ":", "-"))
-        if special or name is None:  # a length, an indirect one: known to a running shell only
+        if special or name is None:  # a length or indirect expansion: only a running shell knows it
             self.until("}", double=double, plain_quotes=False)
             return self._read_from(start, quoted=double)
         self.at = name.end()
@@ -275,7 +275,7 @@ class WordReader:
         return self._read_from(start, quoted=quoted, inner=inner)
 
     def _arithmetic_ends(self, at: int) -> bool:
-        """Step over `… ))`, if that is what closes it; else stay."""
+        """Step over `… ))` if `))` closes the expression; otherwise do not move."""
         depth = 0
         for index in range(at, self.limit):
             char = self.text[index]
@@ -291,11 +291,11 @@ class WordReader:
         return False
 
     def arithmetic(self) -> bool:
-        """Step over `(( … ))`, if it stands here."""
+        """Step over `(( … ))`, if it comes next."""
         return self.sees("((") and self._arithmetic_ends(self.at + 2)
 
     def _balance(self, opening: str, closing: str) -> None:
-        """Step over a bracket and all up to the one that closes it."""
+        """Step over a bracket, its contents and the closing bracket."""
         start, depth = self.at, 0
         while not self.done:
             char = self.char()
@@ -311,7 +311,7 @@ class WordReader:
     # ---- Here-documents
 
     def here_document(self, delimiter: Word, *, tabs: bool) -> tuple[WordPart, ...]:
-        """Read the text below the line in which `delimiter` stands."""
+        """Read the here-document below the current line, up to `delimiter`."""
         newline = self.at
         while (newline := self.text.find("\n", newline, self.limit)) >= 0:
             if self.text[newline - 1] != "\\":
@@ -341,12 +341,12 @@ class WordReader:
         self.at, self.limit = place, limit
         return tuple(joined(parts))
 
-    # ---- Commands, which the reader of commands knows
+    # ---- Commands, implemented by the parser
 
     def commands(self, *ends: str) -> CommandList:
         """Read commands up to one of `ends`."""
         raise NotImplementedError
 
     def nested(self, spans: Sequence[SourceText]) -> CommandList:
-        """Read commands that are a text of their own."""
+        """Read the commands of a separate text, such as the contents of backticks."""
         raise NotImplementedError

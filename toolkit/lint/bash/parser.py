@@ -1,4 +1,4 @@
-"""From words to commands: lists, pipelines, compound commands, functions."""
+"""The parser: reads lists, pipelines, compound commands and functions."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from toolkit.lint.bash import ast
 from toolkit.lint.bash.lexer import WordReader
 
 DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
-"""Builtins whose arguments are assignments."""
+"""Builtins that take assignments as arguments."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]*\])?(\+?)=")
 _REDIRECTION = re.compile(r"(?:[0-9]+|\{\w+\})?(<<<|<<-|<<|<>|<&|>>|>&|>\||<|>)|(&>>|&>)")
@@ -20,17 +20,17 @@ _LAST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", ")",
 
 @dataclass(frozen=True, kw_only=True)
 class ReadScript:
-    """A script, read."""
+    """A parsed script."""
 
     commands: ast.CommandList
     comments: tuple[ast.SourceText, ...]
 
 
 def read_script(script: str | Sequence[ast.SourceText], source: str) -> ReadScript:
-    """Read a script, or the pieces of one that stands inside another, as that of `bash -c`.
+    """Parse a script, or the pieces of a nested script such as that of `bash -c`.
 
     Raises:
-        InputError: bash would refuse it as well, or it is nested beyond reason.
+        InputError: bash would also reject the script, or it is nested too deeply.
     """
     spans = [ast.SourceText(script, 1)] if isinstance(script, str) else script
     reader = _CommandReader(spans, source)
@@ -41,9 +41,9 @@ def read_script(script: str | Sequence[ast.SourceText], source: str) -> ReadScri
 
 
 def readable_lines(text: str, source: str, *, before: int) -> int:
-    """Return how many lines of a script hold whole commands, above one that cannot be read.
+    """Return how many lines above a syntax error contain complete commands.
 
-    `before` is the line of the error, which may be inside of a command.
+    `before` is the line of the error, which may be inside a command.
     """
     reader = _CommandReader([ast.SourceText(text, 1)], source)
     try:
@@ -57,7 +57,7 @@ class _CommandReader(WordReader):
     """Recursive descent over bash's grammar (bash manual, SHELL GRAMMAR)."""
 
     began = 0
-    """Where the last command begins that stands in no other one."""
+    """The offset at which the current top-level command begins."""
 
     def commands(self, *ends: str) -> ast.CommandList:
         commands: list[ast.AndOr] = []
@@ -82,7 +82,7 @@ class _CommandReader(WordReader):
             self.blanks()
 
     def _ending(self) -> str | None:
-        """Return the word or operator that ends a list here."""
+        """Return the word or operator that ends a list at this position."""
         for operator in (";;&", ";;", ";&", ")"):
             if self.sees(operator):
                 return operator
@@ -90,7 +90,7 @@ class _CommandReader(WordReader):
         return match[0] if match and match[0] in _LAST else None
 
     def _reserved(self, *words: str) -> str:
-        """Step over a reserved word; return it, or nothing."""
+        """Step over a reserved word and return it; otherwise return an empty string."""
         match = self.match(_RESERVED)
         if match is None or match[0] not in words:
             return ""

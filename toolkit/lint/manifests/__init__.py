@@ -1,1 +1,1 @@
-"""Kubernetes manifests: their values with line numbers, and the rules for them."""
+"""Kubernetes manifests: their values with line numbers, and their rules."""

@@ -1,4 +1,4 @@
-"""The pods that the objects of a stream make, and the torchruns that their containers start."""
+"""The pods of the objects in a stream, and the torchruns of their containers."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from toolkit.text.manifests import Manifest, Stream, View
 from toolkit.text.quantities import parse_duration
 
 WORKLOADS = ("PyTorchJob", "TrainJob", "JobSet", "Job", "Pod")
-"""The kinds that run something."""
+"""The kinds that run containers."""
 
 _GROUPS = {
     "PyTorchJob": "kubeflow.org",
@@ -33,50 +33,50 @@ class Pods:
     """The pods of one template."""
 
     owner: Manifest
-    """The object that makes them."""
+    """The object that creates the pods."""
 
     role: str = ""
-    """Master, Worker, or the name of the replicated job; empty where there is one template."""
+    """Master, Worker, or a replicated job's name; empty for an object with a single template."""
 
     template: View
-    """Their metadata and spec."""
+    """The metadata and spec of the pods."""
 
     job: View
-    """The spec of the batch Job around them, or of the role; of a Pod the pod itself."""
+    """The spec of the enclosing batch Job or role; for a Pod, the pod itself."""
 
     count: int | None = None
-    """How many there are; None if it is not in the manifest."""
+    """The number of these pods; None if it is not in the manifest."""
 
     together: int | None = None
-    """How many the object has in all; None if it is unknown."""
+    """The number of all pods of the object; None if unknown."""
 
     partly: bool = False
-    """Whether the rest of the pod stands elsewhere: a patch for a runtime, or a runtime."""
+    """Whether the manifest has only a part of the pod, as in a runtime or a runtime patch."""
 
     @property
     def spec(self) -> View:
-        """Their spec."""
+        """The spec of the pods."""
         return self.template.at("spec")
 
     @property
     def kind(self) -> str:
-        """The kind of the object; empty where that is of an operator that is not known."""
+        """The object's kind; empty if its API group is unknown."""
         known = _GROUPS.get(self.owner.kind) == self.owner.group
         return self.owner.kind if known else ""
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one, which must meet."""
+        """Whether the object has several pods, which must rendezvous."""
         return self.together is not None and self.together > 1
 
     @functools.cached_property
     def containers(self) -> tuple["Container", ...]:
-        """Their containers; those that prepare them are left out."""
+        """The containers, without init containers."""
         return self._containers("containers")
 
     @functools.cached_property
     def all_containers(self) -> tuple["Container", ...]:
-        """Their containers and their init containers."""
+        """The containers and init containers."""
         return (*self.containers, *self._containers("initContainers"))
 
     def _containers(self, key: str) -> tuple["Container", ...]:
@@ -87,7 +87,7 @@ class Pods:
 
     @functools.cached_property
     def labels(self) -> dict[str, str]:
-        """Their labels, with those that their operator adds."""
+        """The labels of the pods, including the labels that the operator adds."""
         added: dict[str, str] = {}
         name = self.owner.name
         if self.kind == "PyTorchJob":
@@ -112,7 +112,7 @@ class Pods:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Container:
-    """A container, or a TrainJob's trainer, which becomes one."""
+    """A container, or a TrainJob's trainer, which becomes a container."""
 
     pods: Pods
     view: View
@@ -120,22 +120,22 @@ class Container:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The container's name."""
         return self.view.text("name")
 
     @property
     def security(self) -> View:
-        """Its securityContext."""
+        """The container's securityContext."""
         return self.view.at("securityContext")
 
     @property
     def argv(self) -> list[str]:
-        """What it starts: command and arguments."""
+        """The command and its arguments."""
         return [*self.view.words("command"), *self.view.words("args")]
 
     @functools.cached_property
     def env(self) -> dict[str, View]:
-        """Its variables, by name: each an entry with `value` or `valueFrom`."""
+        """The environment variables by name; each entry has `value` or `valueFrom`."""
         return {entry.text("name"): entry for entry in self.view.at("env").items()}
 
 
@@ -146,14 +146,14 @@ def pods_of(stream: Stream) -> tuple[Pods, ...]:
 
 
 def init_containers_of(stream: Stream) -> Iterator["Container"]:
-    """Yield what prepares the pods of a stream."""
+    """Yield the init containers of a stream."""
     for pods in pods_of(stream):
         yield from pods.all_containers[len(pods.containers) :]
 
 
 @functools.lru_cache(maxsize=1)
 def containers_of(stream: Stream) -> tuple[Container, ...]:
-    """Return what runs in the pods of a stream: containers, and the trainers of TrainJobs."""
+    """Return the containers of a stream, and the trainers of TrainJobs."""
     containers = [container for pods in pods_of(stream) for container in pods.containers]
     for manifest in stream.of("TrainJob"):
         spec = manifest.view.at("spec")
@@ -230,16 +230,16 @@ def _of_jobset(manifest: Manifest, spec: View, *, partly: bool = False) -> Itera
 
 
 _SERVE = ("apps", "serving.knative.dev", "apiextensions.k8s.io")
-"""API groups whose pods are no training: they run for ever, or are no pods."""
+"""API groups without training pods: services that run permanently, and kinds without pods."""
 
 
 def _anywhere(manifest: Manifest) -> Iterator[Pods]:
-    """Yield the pod templates of a kind that is not known, wherever they are."""
+    """Yield the pod templates of an unknown kind, at any depth."""
     waiting = [manifest.view.at("spec")]
     while waiting:
         view = waiting.pop()
         if view.text("kind") and view.text("apiVersion"):
-            continue  # an object of its own
+            continue  # a separate object
         template = view.at("template")
         if any(one.at("name") for one in template.at("spec", "containers").items()):
             yield Pods(owner=manifest, template=template, job=view, partly=True)
@@ -251,7 +251,7 @@ _JOB = ("template", "spec")
 
 
 def _number(view: View) -> int | None:
-    return view.whole() if view else 1  # every default
+    return view.whole() if view else 1  # the default of every kind
 
 
 def _sum(counts: list[int | None]) -> int | None:
@@ -259,10 +259,10 @@ def _sum(counts: list[int | None]) -> int | None:
     return sum(numbers) if len(numbers) == len(counts) else None
 
 
-# ---- What a container starts: torchrun and its options, and the shell around it
+# ---- Container processes: torchrun, its options, and the shell that runs it
 
 SHUTDOWN_TIMEOUT_S = 30
-"""torchrun's default time for its workers to stop, in seconds (torch, elastic agent)."""
+"""torchrun's default shutdown timeout for workers, in seconds (torch, elastic agent)."""
 
 _SHELLS = ("sh", "bash", "dash", "ash", "zsh", "ksh")
 
@@ -273,27 +273,27 @@ class Launch:
 
     container: Container
     options: Mapping[str, str]
-    """Its options by their long names; unknown parts are empty."""
+    """The options by long name; unknown parts of a value stay as written."""
 
     shell: str
-    """The shell that is the container's first process; empty where torchrun is."""
+    """The shell that is the container's first process; empty if torchrun is the first process."""
 
     script: str
-    """What that shell runs."""
+    """The script of the shell."""
 
     passes: bool
     """Whether SIGTERM reaches torchrun."""
 
     maps: bool
-    """Whether the shell, or the toolkit's supervisor, decides about the exit status."""
+    """Whether the shell or the toolkit's supervisor sets the exit status."""
 
     @property
     def pods(self) -> Pods:
-        """The pods that it runs in."""
+        """The pods of the container."""
         return self.container.pods
 
     def option(self, name: str) -> str | None:
-        """Return an option, from the command line or as `PET_…`; None where it is not."""
+        """Return an option from the command line or a `PET_…` variable; None if it is not set."""
         if name in self.options:
             return self.options[name]
         variable = f"PET_{name.upper().replace('-', '_')}"
@@ -304,7 +304,7 @@ class Launch:
 
 @functools.lru_cache(maxsize=1)
 def launches(stream: Stream) -> tuple[Launch, ...]:
-    """Return every torchrun of a stream."""
+    """Return the torchruns of all containers in a stream."""
     parsed = (_launch(container) for container in containers_of(stream))
     return tuple(launch for launch in parsed if launch is not None)
 
@@ -333,7 +333,7 @@ def _launch(container: Container) -> Launch | None:
 
 @functools.lru_cache(maxsize=32)
 def _walked(text: str) -> Walk | None:
-    """Return what a command does; None where it cannot be read."""
+    """Return the walk over a command; None if it cannot start torchrun or be parsed."""
     if "torchrun" not in text and "torch.distributed" not in text and "$@" not in text:
         return None
     try:
@@ -343,7 +343,7 @@ def _walked(text: str) -> Walk | None:
 
 
 def shell_of(words: list[str]) -> tuple[str, str, list[str]]:
-    """Return the shell that words start, its script and that script's arguments."""
+    """Return the shell of a command line, its script and the script's arguments."""
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
         if name in _SHELLS:
@@ -361,10 +361,10 @@ def shell_of(words: list[str]) -> tuple[str, str, list[str]]:
 
 
 def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> bool:
-    """Whether a shell that runs torchrun lets SIGTERM through to it.
+    """Whether a shell forwards SIGTERM to torchrun.
 
-    `exec` does, and a trap with the child in the background. bash puts the last command of
-    `-c 'a; b'` in its own place (from 5.1 on, as tried); dash, which is `sh` on Debian and Ubuntu,
+    `exec` does, and so does a trap with the child in the background. bash replaces itself with the
+    last command of `-c 'a; b'` (from 5.1 on, tested); dash, which is `sh` on Debian and Ubuntu,
     does not.
     """
     if any("TERM" in trap.signals or "15" in trap.signals for trap in walk.traps):
@@ -377,7 +377,7 @@ def _passes(shell: str, script: str, walk: Walk, torchrun: Torchrun | None) -> b
 
 
 def _is_last(script: str, torchrun: Torchrun) -> bool:
-    """Whether a shell ends with torchrun, in its foreground and as it stands."""
+    """Whether a shell's last command is torchrun, in the foreground and with the same words."""
     try:
         commands = read_script(script, "").commands
     except InputError:
@@ -394,7 +394,7 @@ def _is_last(script: str, torchrun: Torchrun) -> bool:
 
 
 def seconds(text: str | None) -> int | None:
-    """Return the seconds of an option's value; None if it is not a number.
+    """Return an option's value in seconds; None if it is not a number.
 
     >>> seconds("60"), seconds("1.5"), seconds(""), seconds(None)
     (60, 2, None, None)

@@ -1,4 +1,4 @@
-"""Objects inside of others: a PyTorchJob in an AppWrapper, which the wrapper's operator makes."""
+"""Nested objects, such as a PyTorchJob that the operator of an AppWrapper creates."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from toolkit.text.manifests import Manifest, Stream, View
 
 
 def unwrapped(stream: Stream) -> Stream:
-    """Return a stream with the objects that stand inside its objects as objects of their own."""
+    """Return a stream that also lists nested objects as separate objects."""
     manifests: list[Manifest] = []
     for manifest in stream.manifests:
         manifests += (manifest, *_inside(manifest))

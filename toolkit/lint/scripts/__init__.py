@@ -1,1 +1,1 @@
-"""Batch scripts that people have written: read, and held to rules."""
+"""The parser and the rules for hand-written batch scripts."""

@@ -1,4 +1,4 @@
-"""One walk over a script: every command as it is called, steps and torchruns among them."""
+"""The walk over a script: it records every call, including steps and torchruns."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,42 +18,42 @@ from toolkit.lint.scripts.values import Argument, Values
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SrunStep:
-    """An srun."""
+    """An srun command."""
 
     options: dict[str, Option]
     program: tuple[Argument, ...]
     call: "Call"
     unsure: bool = False
-    """Whether it may have more options, in a variable of unknown value."""
+    """Whether an unknown variable may contain more options."""
 
     @property
     def line(self) -> int:
-        """Where it stands."""
+        """The line of the srun."""
         return self.call.line
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Torchrun:
-    """A torchrun, `python -m torch.distributed.run`, or a launcher that does the same."""
+    """A torchrun, `python -m torch.distributed.run`, or an equivalent launcher."""
 
     launcher: Launcher
     options: dict[str, Option]
-    """Its options, by torchrun's names."""
+    """The options by torchrun's names."""
 
     unsure: bool
-    """Whether it may have more options, in a variable of unknown value or in a file."""
+    """Whether an unknown variable or a file may contain more options."""
 
     line: int
     step: SrunStep | None
     remote: str
-    """The program that starts it on other nodes, where that is not srun."""
+    """The program that starts it on other nodes, if not srun."""
 
     call: "Call"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
-    """A `trap`."""
+    """A `trap` command."""
 
     signals: tuple[str, ...]
     handler: str
@@ -62,33 +62,33 @@ class Trap:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A variable that is set."""
+    """An assignment to a variable."""
 
     name: str
     value: Argument
     line: int
     exported: bool
     prefix: bool
-    """Whether it is set for one command only."""
+    """Whether the assignment applies to one command only."""
 
     call: "Call"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Surroundings:
-    """What stands around a command."""
+    """The context of a command."""
 
     level: Literal["batch", "task", "handler"] = "batch"
-    """`task` where it runs on every node; `handler` in what a trap calls."""
+    """`task` for a command on every node; `handler` for a command of a trap."""
 
     function: str = ""
-    """The function in which it stands."""
+    """The enclosing function; empty outside functions."""
 
     container: str = ""
-    """What runs the container around it; empty without one."""
+    """The runtime of the enclosing container; empty without a container."""
 
     captured: bool = False
-    """Whether its output becomes part of a word that is not only printed."""
+    """Whether its output becomes part of a word, except in `echo` and `printf`."""
 
     background: bool = False
     looped: bool = False
@@ -101,15 +101,15 @@ class _Surroundings:
     step: SrunStep | None = None
     remote: str = ""
     parent: "Call | None" = None
-    """The call that starts it: srun, or `bash -c`."""
+    """The call that starts the command, such as srun or `bash -c`."""
 
     depth: int = 0
-    """How many programs and shells start each other down to here."""
+    """The nesting depth of the programs and shells that start the command."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call(_Surroundings):
-    """A command as it is called."""
+    """A command with its expanded arguments."""
 
     arguments: tuple[Argument, ...]
     line: int
@@ -120,12 +120,12 @@ class Call(_Surroundings):
 
     @property
     def name(self) -> str:
-        """The program's name without its folder."""
+        """The program's name without the folder."""
         return self.arguments[0].text.rpartition("/")[2] if self.arguments else ""
 
     @property
     def words(self) -> list[str]:
-        """The texts of its arguments; the program is the first."""
+        """The texts of the arguments; the first is the program."""
         return [argument.text for argument in self.arguments]
 
 
@@ -146,7 +146,7 @@ QUIET = names("""
     : [ [[ alias cat complete declare echo export grep hash help local logger man pip pip3
     printf read readonly sed set sbatch test trap type typeset unset whereis which
 """)
-"""Commands whose arguments name a program without starting it."""
+"""Commands that do not start a program named in their arguments."""
 
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ksh"})
 _CONTAINERS = {
@@ -155,13 +155,13 @@ _CONTAINERS = {
     "enroot": ("start", "exec"),
     "shifter": (),
 }
-"""Container runtimes, and the words after which a command in the container follows."""
+"""Container runtimes, and their subcommands that run a command in a container."""
 
 REMOTE = frozenset({"mpirun", "mpiexec", "ssh", "pdsh", "clush", "parallel", "pbsdsh"})
-"""Programs that start others on other nodes, each in its own way."""
+"""Programs that start commands on other nodes, each with a different syntax."""
 
 _DEEPEST = 8
-_MOST_WORDS = 1000  # before the program that a command starts
+_MOST_WORDS = 1000  # words before the program that a command starts
 
 
 def walk(commands: ast.CommandList, source: str, *, errexit: bool = False) -> Walk:
@@ -183,12 +183,12 @@ class _Walker:
 
     @contextmanager
     def own_options(self) -> Iterator[None]:
-        """Keep `set -e` and `set -o pipefail` inside from the commands that follow."""
+        """Limit `set -e` and `set -o pipefail` to the commands inside."""
         state = self.errexit, self.pipefail
         yield
         self.errexit, self.pipefail = state
 
-    # ---- Over the grammar
+    # ---- Traversal of the syntax tree
 
     def commands(self, commands: ast.CommandList, around: _Surroundings, values: Values) -> None:
         for item in commands:
@@ -307,12 +307,12 @@ class _Walker:
                 around = _Surroundings(level="handler", parent=call, depth=1)
                 self.again(call.arguments[1].spans, around, Values(), call)
 
-    # ---- What a command starts
+    # ---- Started programs
 
     def start(
         self, call: Call, arguments: Sequence[Argument], around: _Surroundings, values: Values
     ) -> None:
-        """Look for what the words start: a step, a container, a shell, torchrun."""
+        """Record what a command line starts: a step, a container, a shell or torchrun."""
         if not arguments or around.depth > _DEEPEST:
             return
         words = [argument.text for argument in arguments[:2]]
@@ -363,7 +363,7 @@ class _Walker:
     def inside(
         self, program: Sequence[Argument], call: Call, around: _Surroundings, values: Values
     ) -> None:
-        """Look at a command that another one starts."""
+        """Visit a command that another command starts."""
         if program:
             around = replace(around, depth=around.depth + 1, parent=call)
             self.start(self.call(call.node, program, around), program, around, values)
@@ -371,7 +371,7 @@ class _Walker:
     def again(
         self, spans: Iterable[ast.SourceText], around: _Surroundings, values: Values, call: Call
     ) -> None:
-        """Read a text of commands, as that of `bash -c`."""
+        """Parse and visit a text of commands, such as the script of `bash -c`."""
         if around.depth > _DEEPEST:
             return
         try:
@@ -392,7 +392,7 @@ class _Walker:
 
 
 def _of_shell(arguments: Sequence[Argument]) -> Argument | None:
-    """Return the script of `bash -c SCRIPT`; None where the shell runs a file."""
+    """Return the script of `bash -c SCRIPT`; None if the shell runs a file."""
     for index, argument in enumerate(arguments):
         if not argument.text.startswith(("-", "+")):
             return None

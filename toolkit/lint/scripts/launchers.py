@@ -1,4 +1,4 @@
-"""The launchers of PyTorch's ranks, whose options the rules read by torchrun's names."""
+"""The launchers of PyTorch ranks; rules read their options under torchrun's names."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ class Launcher:
     grammar: Grammar = TORCHRUN
 
     def flag(self, name: str) -> str:
-        """Return the launcher's option for an option of torchrun, with its dashes."""
+        """Return the launcher's name for a torchrun option, with dashes."""
         for written, known in self.grammar.others.items():
             if known == name:
                 return f"--{written.replace('-', '_')}"
@@ -26,10 +26,10 @@ class Launcher:
 TORCHRUN_LAUNCHER = Launcher(name="torchrun")
 
 AGENTS = frozenset({"torchrun", "accelerate launch", "tune run", "dlrover-run"})
-"""Launchers that are torchrun inside: with its agents, their restarts and their exit barrier."""
+"""Launchers built on torchrun, with its agents, restarts and exit barrier."""
 
 WITH_RDZV_ID = AGENTS - {"accelerate launch"}
-"""Those that take `--rdzv-id`, and count workers per node."""
+"""Launchers that accept `--rdzv-id` and count workers per node."""
 
 
 def _grammar(others: Mapping[str, str], flags: frozenset[str] = frozenset()) -> Grammar:
@@ -80,7 +80,7 @@ _DLROVER = Launcher(
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _WRAPPER = re.compile(r"torchrun([-_]\w+)?")
-"""torchrun itself, and what sites call their wrappers of it."""
+"""torchrun, and the names that sites give to torchrun wrappers."""
 
 _MODULES = {
     "torch.distributed.run": TORCHRUN_LAUNCHER,
@@ -95,7 +95,7 @@ _MODULES = {
 def launcher_of(
     name: str, arguments: Sequence[Argument]
 ) -> tuple[Launcher, Sequence[Argument]] | None:
-    """Return the launcher that a program is, and the words with its options; None for others."""
+    """Return a program's launcher and the words with its options; None for other programs."""
     verb = arguments[0].text if arguments else ""
     if _WRAPPER.fullmatch(name):
         return TORCHRUN_LAUNCHER, arguments
@@ -105,7 +105,7 @@ def launcher_of(
         return _TUNE, arguments[1:]
     if name in ("deepspeed", "composer") and any(
         argument.text.startswith("-") or argument.text.endswith(".py") for argument in arguments
-    ):  # else the name of an environment or a module
+    ):  # otherwise the name of an environment or a module
         return (_DEEPSPEED if name == "deepspeed" else _COMPOSER), arguments
     if name == "dlrover-run":
         return _DLROVER, arguments
@@ -113,7 +113,7 @@ def launcher_of(
 
 
 def _of_module(arguments: Sequence[Argument]) -> tuple[Launcher, Sequence[Argument]] | None:
-    """Return the launcher that `python` runs as a module."""
+    """Return the launcher that `python -m` runs, and the words with its options."""
     for index, argument in enumerate(arguments):
         if argument.text == "-m":
             module = arguments[index + 1 : index + 2]

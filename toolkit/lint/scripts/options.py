@@ -1,4 +1,4 @@
-"""How sbatch, srun and torchrun read their options, on command lines and in `#SBATCH` lines."""
+"""Option parsers for sbatch, srun and torchrun: command lines and `#SBATCH` lines."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,54 +11,54 @@ from toolkit.lint.scripts.values import Argument, Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option by its long name."""
+    """An option with its long name."""
 
     name: str
     value: Argument | None
-    """None for one without a value."""
+    """The value; None for an option without a value."""
 
     line: int
 
     @property
     def text(self) -> str:
-        """The text of its value; empty without one."""
+        """The text of the value; empty without a value."""
         return self.value.text if self.value else ""
 
     @property
     def number(self) -> int | None:
-        """Its value, where that is a known whole number."""
+        """The value as a whole number; None if it is unknown or not a number."""
         return self.value.number if self.value else None
 
     @property
     def value_line(self) -> int:
-        """Where its value stands; a variable's value stands where it is set."""
+        """The line of the value; for a variable, the line of its assignment."""
         return self.value.line_at(0) if self.value else self.line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """What the options of a program are called, and which take a value."""
+    """The option names of a program, and the options that take a value."""
 
     short: Mapping[str, str]
-    """Letter: long name."""
+    """Long names by letter."""
 
     flags: frozenset[str]
     """Options without a value."""
 
     optional: frozenset[str] = frozenset()
-    """Options that take a value only after `=`, or right after their letter."""
+    """Options that take a value only after `=`, or directly after the letter."""
 
     names: frozenset[str] = frozenset()
-    """All long names, where a beginning of one may stand for it."""
+    """All long names; a unique prefix of a long name is also valid."""
 
     underscores: bool = False
-    """Whether `_` may stand for `-`."""
+    """Whether `_` is equivalent to `-`."""
 
     others: Mapping[str, str] = field(default_factory=dict)
-    """Older long names, and those of another program: the name by which the rules know it."""
+    """Aliases from older versions or other programs, with the names that rules use."""
 
     def full(self, written: str) -> str:
-        """Return the long name that is meant."""
+        """Return the complete long name for an alias or a prefix."""
         name = written.replace("_", "-") if self.underscores else written
         name = self.others.get(name, name)
         if name in self.names:
@@ -139,20 +139,20 @@ class CommandLine(NamedTuple):
     """The options at the beginning of a command line, and the rest."""
 
     options: dict[str, Option]
-    """By their long names."""
+    """The options by long name."""
 
     rest: tuple[Argument, ...]
-    """What follows them."""
+    """The words after the options."""
 
     unsure: bool = False
-    """Whether a word of unknown value stands among them, which may hold more options."""
+    """Whether an unknown word among the options may contain more options."""
 
 
 def read_options(arguments: Sequence[Argument], grammar: Grammar) -> CommandLine:
     """Read the options at the beginning of a command line.
 
-    A word of unknown value holds options if an option of this program follows; else, if a program
-    follows, it may do so.
+    An unknown word contains options if an option of this program follows. If a program follows,
+    the word may contain options.
     """
     options: dict[str, Option] = {}
     at, unsure = 0, False
@@ -161,7 +161,7 @@ def read_options(arguments: Sequence[Argument], grammar: Grammar) -> CommandLine
         if _unknown(argument):
             after = arguments[at + 1] if at + 1 < len(arguments) else None
             options_follow = after and (_unknown(after) or _belongs(after, grammar))
-            if not options_follow:  # it is the program, or options that end with it
+            if not options_follow:  # the word is the program, or options that end with the program
                 unsure = unsure or (after is not None and not after.text.startswith("-"))
                 break
             at, unsure = at + 1, True
@@ -180,7 +180,7 @@ def read_options(arguments: Sequence[Argument], grammar: Grammar) -> CommandLine
 
 
 def _unknown(argument: Argument) -> bool:
-    """Whether nothing of a word is known, nor whether it is one word."""
+    """Whether a word is entirely unknown, including whether it is one word."""
     pieces = [piece for piece in argument.pieces if piece.text]
     return bool(pieces) and all(
         not piece.known and (not piece.quoted or piece.name.endswith("[@]")) for piece in pieces
@@ -188,13 +188,13 @@ def _unknown(argument: Argument) -> bool:
 
 
 def _belongs(argument: Argument, grammar: Grammar) -> bool:
-    """Whether a word is a long option that a program knows."""
+    """Whether a word is a long option of the program."""
     written = argument.text[2:].partition("=")[0] if argument.text.startswith("--") else ""
     return bool(written) and grammar.full(written) in grammar.names
 
 
 def _read_one(argument: Argument, grammar: Grammar) -> Iterator[tuple[str, Argument | None]]:
-    """Yield the options of one word by their long names, with the values that it holds."""
+    """Yield the long names of the options in one word, with their values in the word."""
     text = argument.text
     if text.startswith("--"):
         written, equals, _ = text[2:].partition("=")
@@ -222,10 +222,10 @@ class Directive:
     line: int
     options: tuple[Option, ...]
     stray: tuple[str, ...]
-    """Words that are no options."""
+    """Words that are not options."""
 
     late: bool
-    """Whether a command stands above, so that sbatch does not read it."""
+    """Whether the line is below a command, so that sbatch ignores it."""
 
 
 def is_batch_script(path: str, text: str) -> bool:
@@ -236,7 +236,7 @@ def is_batch_script(path: str, text: str) -> bool:
 
 
 def read_directives(text: str, hidden: range | None = None) -> Iterator[Directive]:
-    """Yield the directives of a script in order, up to the lines `hidden` of another one."""
+    """Yield the directives in order, up to the lines `hidden` of a nested script."""
     late = False
     for number, row in enumerate(text.splitlines(), start=1):
         if hidden is not None and number in hidden:
@@ -261,7 +261,7 @@ def read_directives(text: str, hidden: range | None = None) -> Iterator[Directiv
 
 
 def _words(row: str) -> Iterator[str]:
-    """Split as sbatch does: with quotes, and backslashes in both kinds; `$` is a character."""
+    """Split as sbatch does: quotes group, backslashes escape even in quotes, `$` is literal."""
     word, in_word, quote, escaped = list[str](), False, "", False
     for char in row:
         if escaped:

@@ -1,4 +1,4 @@
-"""A batch script: its requests to Slurm, and the steps that it starts."""
+"""A batch script: its requests to Slurm and its steps."""
 
 import re
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ TOOLS = names("""
     mkdir mktemp mount mv nproc numactl nvidia-smi ping printenv printf ps pwd rm rmdir rsync
     sbcast scontrol sleep stat sync tar test touch true ulimit umount uname uptime which
 """)
-"""Programs that a step runs beside the training."""
+"""Utilities; a step that runs only these programs is not a training step."""
 
 _SHELL = re.compile(r"#!\s*(/usr/bin/env\s+(-S\s*)?)?\S*\b(bash|sh|dash|zsh|ksh)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The facts of a site that rules for scripts depend on."""
+    """The site settings that script rules depend on."""
 
     slurm: tuple[int, int] | None = None
-    """Slurm's version, like `(23, 2)`; None if it is unknown."""
+    """Slurm's version, such as `(23, 2)`; None if unknown."""
 
     plugin_options: frozenset[str] = frozenset()
-    """The options of sbatch that plug-ins of the site add, by their long names."""
+    """The long names of the options that the site's plug-ins add to sbatch."""
 
 
 _ANY = Site()
@@ -39,7 +39,7 @@ _ANY = Site()
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScript:
-    """A script, read."""
+    """A parsed batch script."""
 
     source: str
     text: str
@@ -48,7 +48,7 @@ class BatchScript:
     commands: CommandList
     walk: Walk
     rendered: bool
-    """Whether the toolkit has rendered it, so that omissions are decisions of the job file."""
+    """Whether the toolkit rendered the script; omissions are then decisions of the job file."""
 
     site: Site
 
@@ -56,13 +56,13 @@ class BatchScript:
     def supervised(self) -> bool:
         """Whether the toolkit's supervisor starts the step.
 
-        It tells the ranks where they meet, and passes signals on as srun takes them.
+        The supervisor configures the rendezvous and forwards signals in the way that srun expects.
         """
         return re.search(r"^_supervisor=\(", self.text, re.MULTILINE) is not None
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """What sbatch takes from the script, by long names; the last of two wins."""
+        """The options that sbatch reads from the script, by long name; the last one wins."""
         return {
             option.name: option
             for directive in self.directives
@@ -71,13 +71,13 @@ class BatchScript:
         }
 
     def value(self, name: str) -> str | None:
-        """Return what an option is set to."""
+        """Return the value of an option; None without a value."""
         option = self.options.get(name)
         return option.text if option and option.value else None
 
     @cached_property
     def nodes(self) -> int | None:
-        """How many nodes the job has at least; None if it is unknown."""
+        """The minimum number of nodes of the job; None if unknown."""
         return count(self.value("nodes")) if "nodes" in self.options else None
 
     @property
@@ -91,20 +91,20 @@ class BatchScript:
 
     @cached_property
     def whole_nodes(self) -> bool:
-        """Whether no other job is on its nodes."""
+        """Whether the job has exclusive nodes."""
         exclusive = self.options.get("exclusive")
         return (exclusive is not None and exclusive.text in ("", "exclusive")) or (
             self.value("mem") == "0"
         )
 
     def several(self, torchrun: Torchrun) -> bool:
-        """Whether a torchrun is one of several nodes'."""
+        """Whether a torchrun is part of a launch on several nodes."""
         own = torchrun.step.options.get("nodes") if torchrun.step else None
         number = own.number if own else None
         return self.several_nodes if number is None else number > 1
 
     def stranded(self, torchrun: Torchrun) -> bool:
-        """Whether a torchrun starts on the first node only, though the job has more."""
+        """Whether a torchrun starts only on the first of several nodes."""
         return torchrun.step is None and not torchrun.remote and self.several_nodes
 
     def several_tasks(self, step: SrunStep) -> bool:
@@ -116,12 +116,12 @@ class BatchScript:
 
         tasks, each, nodes = (number(name) for name in ("ntasks", "ntasks-per-node", "nodes"))
         if tasks is None and "ntasks" in step.options:
-            return self.several_nodes  # a number that is unknown
+            return self.several_nodes  # an unknown number of tasks
         return (tasks or (each or 1) * (nodes or 1)) > 1
 
     @cached_property
     def training(self) -> list[SrunStep]:
-        """The steps that do the work; not those of a tool."""
+        """The training steps, without steps that run only utilities."""
         inside: dict[int, list[str]] = {}
         for call in self.walk.calls:
             if call.step is not None and call.on_nodes:
@@ -139,7 +139,7 @@ class BatchScript:
 
     @cached_property
     def python(self) -> list[Call]:
-        """The calls of Python that the batch script itself makes, on its one node."""
+        """The Python programs that the batch script itself runs, on a single node."""
         programs = []
         for call in self.walk.calls:
             own = call.level == "batch" and not (call.captured or call.parent or call.container)
@@ -158,20 +158,20 @@ class BatchScript:
         return list(steps.values())
 
     def settings(self, *names: str) -> Iterator[Setting]:
-        """Yield where variables are set."""
+        """Yield the assignments to variables."""
         return (setting for setting in self.walk.settings if setting.name in names)
 
     def exports(self, name: str) -> bool:
-        """Whether a variable reaches the programs that the script starts."""
+        """Whether the script exports a variable to its programs."""
         exported = name in self.walk.exported
         return any(one.exported or one.prefix or exported for one in self.settings(name))
 
 
 def read_batch_script(text: str, source: str, site: Site = _ANY) -> BatchScript:
-    """Read a batch script.
+    """Parse a batch script.
 
     Raises:
-        InputError: its bash cannot be read.
+        InputError: its bash cannot be parsed.
     """
     first = text.partition("\n")[0]
     commands: CommandList = ()
@@ -179,7 +179,7 @@ def read_batch_script(text: str, source: str, site: Site = _ANY) -> BatchScript:
     if not first.startswith("#!") or _SHELL.match(first):
         read = read_script(text.replace("\r\n", "\n"), source)
         commands, comments = read.commands, read.comments
-    # A script may carry others below its end, and write them to files.
+    # A script may contain other scripts below its end, and write them to files.
     rendered = any("rendered by torch-deploy-toolkit" in c.text for c in comments[:3])
     heads = [c for c in comments if c.line > 1 and c.text.startswith("#!/")]
     others = [c.line for c in heads if rendered or _ended(commands, c.line)]
@@ -206,13 +206,13 @@ def read_batch_script(text: str, source: str, site: Site = _ANY) -> BatchScript:
 
 
 def _ended(commands: CommandList, line: int) -> bool:
-    """Whether the script is over above a line."""
+    """Whether the script ends above a line."""
     nodes = (item.pipelines[-1].nodes[-1] for item in commands if item.line < line)
     names = (node.name for node in nodes if isinstance(node, SimpleCommand))
     return any(name in ("exit", "exec") for name in names)
 
 
 def count(text: str | None) -> int | None:
-    """Return the number that `2` or the least that `2-4` stands for."""
+    """Return the number in `2`, or the minimum in `2-4`."""
     match = re.match(r"([0-9]+)(-[0-9]+)?$", text or "")
     return whole_number(match[1]) if match else None

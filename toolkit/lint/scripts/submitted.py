@@ -1,4 +1,4 @@
-"""Scripts inside a script: those that it hands to sbatch in a here-document."""
+"""Nested scripts: here-documents that a script passes to sbatch."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ class SubmittedScript:
 
     text: str
     line: int
-    """Where it begins."""
+    """The first line of the nested script."""
 
     decided: frozenset[str]
-    """The rules that what stands around it decides: its variables, the options of sbatch."""
+    """The rules that do not apply, because of the outer script's variables or sbatch options."""
 
 
 def submitted_scripts(script: BatchScript) -> Iterator[SubmittedScript]:
-    """Yield the scripts that a script gives sbatch as its standard input."""
+    """Yield the scripts that a script passes to sbatch on standard input."""
     rows = script.text.replace("\r\n", "\n").split("\n")
     for call in script.walk.calls:
         bodies = [redirection for redirection in call.node.redirections if redirection.body]
@@ -33,7 +33,7 @@ def submitted_scripts(script: BatchScript) -> Iterator[SubmittedScript]:
             match for row in rows[max(first - 2, 0) : first] for match in _START.finditer(row)
         ]
         if not starts or starts[0][4] != (bodies[0].target.literal or bodies[0].target.shown):
-            continue  # one of several, or an odd name
+            continue  # one of several here-documents, or an unusual delimiter
         match = starts[0]
         lines = []
         for number in range(first - 1, len(rows)):
@@ -43,7 +43,7 @@ def submitted_scripts(script: BatchScript) -> Iterator[SubmittedScript]:
             lines.append(row)
         text = "\n".join([*lines, ""])
         if not (match[2] or match[3]):
-            text = re.sub(r"\\([$`\\])", r"\1", text)  # what the outer shell takes away
+            text = re.sub(r"\\([$`\\])", r"\1", text)  # the outer shell removes these
         decided = set() if match[2] or match[3] else {"directive-variable"}
         if len(call.words) > 1:
             decided |= {"time-missing", "log-truncated"}

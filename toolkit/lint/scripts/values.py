@@ -1,7 +1,7 @@
-"""What words become: variables that the script itself sets, put in their places.
+"""Word expansion: substitutes the variables that the script itself sets.
 
-The last assignment above counts, under any condition. What the environment, a
-command or arithmetic gives is unknown, and stays so.
+The last assignment above a command counts, even inside a condition. Values from the environment,
+commands and arithmetic stay unknown.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,30 +11,30 @@ from toolkit.lint.bash.ast import Assignment, SourceText, Word, WordPart
 from toolkit.text.quantities import whole_number
 
 _DEFAULTS = (":-", "-", ":=", "=")
-_MARK, _END = "\ue000", "\ue001"  # around what the outer shell has expanded already,
-_HIDDEN = 0xE100  # which stands there in characters that mean nothing to bash
+_MARK, _END = "\ue000", "\ue001"  # around text that the outer shell has already expanded,
+_HIDDEN = 0xE100  # encoded in characters without a meaning for bash
 _DEEPEST = 20
 _MOST_PIECES = 200
-_MOST_NAMES = 2000  # a subshell copies them all
+_MOST_NAMES = 2000  # a subshell copies all variables
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of an argument that comes from one place."""
+    """A part of an argument with a single origin in the script."""
 
     text: str
     line: int
     known: bool = True
-    """Whether this is the text itself; else how it is written."""
+    """Whether `text` is the value; otherwise it is the expansion as written."""
 
     quoted: bool = True
-    """Whether it stays in one word."""
+    """Whether bash keeps the piece in one word."""
 
     name: str = ""
-    """The variable that an unknown piece is the value of."""
+    """The variable that provides an unknown piece."""
 
     outer: bool = False
-    """Whether the shell that starts this one has expanded it already."""
+    """Whether the outer shell has already expanded the piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class Argument:
 
     pieces: tuple[Piece, ...]
     line: int
-    """Where it is used; its value may come from elsewhere."""
+    """The line of its use; its value may come from another line."""
 
     @property
     def text(self) -> str:
-        """The text; unknown parts as they are written."""
+        """The text, with unknown parts as written."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
@@ -57,12 +57,12 @@ class Argument:
 
     @property
     def number(self) -> int | None:
-        """The value of a whole number."""
+        """The value as a whole number; None for other values."""
         return whole_number(self.text) if self.known else None
 
     @property
     def spans(self) -> tuple[SourceText, ...]:
-        """The argument as a text to be parsed again, with expanded parts marked."""
+        """The argument as text to parse again, with marks around unknown parts."""
         spans = []
         for piece in self.pieces:
             text = piece.text
@@ -73,7 +73,7 @@ class Argument:
         return tuple(spans)
 
     def line_at(self, offset: int) -> int:
-        """Return where the character at `offset` of the text stands."""
+        """Return the line of the character at `offset` of the text."""
         for piece in self.pieces:
             if offset < len(piece.text):
                 return piece.line + piece.text.count("\n", 0, max(offset, 0))
@@ -81,7 +81,7 @@ class Argument:
         return self.line
 
     def cut(self, start: int, end: int | None = None) -> "Argument":
-        """Return a part of the argument, by the offsets of its text."""
+        """Return a part of the argument, by offsets into its text."""
         end = len(self.text) if end is None else end
         pieces, at = [], 0
         for piece in self.pieces:
@@ -95,22 +95,22 @@ class Argument:
 
 @dataclass
 class Values:
-    """The variables of a shell, as far as the script sets them."""
+    """The shell variables that the script sets."""
 
     scalars: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     arrays: dict[str, tuple[Argument, ...]] = field(default_factory=dict)
 
     def copy(self) -> "Values":
-        """Return the variables of a shell that begins with these."""
+        """Return a copy, as for a subshell."""
         return Values(dict(self.scalars), dict(self.arrays))
 
     def forget(self, name: str) -> None:
-        """Know no longer what a variable holds."""
+        """Mark the value of a variable as unknown."""
         self.scalars.pop(name, None)
         self.arrays.pop(name, None)
 
     def assign(self, assignment: Assignment) -> Argument:
-        """Take over an assignment; returns the value, that of an array as one text."""
+        """Record an assignment and return its value; an array becomes one text."""
         name = assignment.name
         if assignment.items is not None:
             items = tuple(a for word in assignment.items for a in self.arguments(word))
@@ -125,18 +125,18 @@ class Values:
         before = self.scalars.get(name, ()) if assignment.added else ()
         self.forget(name)
         pieces = (*before, *value.pieces)
-        # A process is known by its variable; what grows without end is no option of anybody.
+        # Keep `PID=$!` as a variable that identifies the process. Overlong values are not options.
         literal = [piece.name for piece in pieces] != ["!"] and len(pieces) <= _MOST_PIECES
         if literal and len(self.scalars) < _MOST_NAMES:
             self.scalars[name] = pieces
         return value
 
     def one(self, word: Word) -> Argument:
-        """Expand a word that is not split, as in an assignment."""
+        """Expand a word without word splitting, as in an assignment."""
         return Argument(pieces=tuple(self._pieces(word.parts)), line=word.line)
 
     def arguments(self, word: Word) -> list[Argument]:
-        """Expand a word into the arguments that it becomes, none or several."""
+        """Expand a word into zero or more arguments."""
         parts = [part for part in word.parts if part.kind != "text" or part.text]
         if len(parts) == 1 and parts[0].kind == "variable" and parts[0].text.endswith("[@]"):
             name = parts[0].text.removesuffix("[@]")
@@ -183,7 +183,7 @@ class Values:
 
 
 def uncovered(text: str) -> str:
-    """Return a text for a message, with hidden parts as they were written."""
+    """Return a text for a message, with hidden parts decoded."""
     text = text.replace(_MARK, "").replace(_END, "")
     return "".join(chr(ord(c) - _HIDDEN) if _HIDDEN <= ord(c) < _HIDDEN + 128 else c for c in text)
 
@@ -203,7 +203,7 @@ def _texts(part: WordPart) -> Iterator[Piece]:
 
 
 def _split(argument: Argument, word: Word) -> Iterator[Argument]:
-    """Split where an expansion without quotes holds blanks."""
+    """Split an argument at the blanks of unquoted expansions."""
     quoted = any(part.quoted for part in word.parts)
     words: list[list[Piece]] = [[]]
     for piece in argument.pieces:

@@ -1,1 +1,1 @@
-"""Training scripts that people have written: read as Python, and held to rules; never executed."""
+"""The parser and the rules for hand-written training scripts, which are never executed."""

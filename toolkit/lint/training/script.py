@@ -1,4 +1,4 @@
-"""A training script: its syntax tree, what its names stand for, its loops and conditions."""
+"""A training script: its syntax tree, names, loops and conditions."""
 
 import ast
 import re
@@ -10,16 +10,16 @@ from itertools import islice
 from toolkit.errors import InputError
 
 MOST_CHARACTERS = 1 << 18
-"""Longer files are no scripts that somebody has written."""
+"""Maximum number of characters; longer files are not hand-written."""
 
 _MOST_CALLS = 300
-"""So many calls of a kind are looked at, so that the work grows with the script, no faster."""
+"""Maximum number of calls per kind, so that the work stays linear in the script's length."""
 
 _RANK = re.compile(
     r"(?:^|_)rank$|^(?:is_)?(?:main|master|primary|chief|rank_?(?:0|zero))(?:_process|_rank)?$",
     re.I,
 )
-"""What variables are called that tell which rank this is."""
+"""Names of variables that identify the rank."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
@@ -27,7 +27,7 @@ Loop = ast.For | ast.AsyncFor | ast.While
 
 @dataclass(frozen=True)
 class Called:
-    """A call, with what is called by its full name, such as `torch.distributed.barrier`."""
+    """A call with its full name, such as `torch.distributed.barrier`."""
 
     node: ast.Call
     name: str
@@ -38,7 +38,7 @@ class Called:
         return self.name.rpartition(".")[2]
 
     def argument(self, name: str, place: int | None = None) -> ast.expr | None:
-        """Return an argument by its name, or by its place; None if it is not given."""
+        """Return an argument by name or position; None if it is missing."""
         for keyword in self.node.keywords:
             if keyword.arg == name:
                 return keyword.value
@@ -56,7 +56,7 @@ class Called:
 
 
 class TrainingScript:
-    """A script in Python, with the questions that rules ask of it."""
+    """A Python script, with the queries that rules need."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -65,11 +65,11 @@ class TrainingScript:
         }
         self._full_names = _imported(tree)
 
-    # ---- What is called
+    # ---- Calls
 
     @cached_property
     def calls(self) -> Sequence[Called]:
-        """All calls of something that has a name, in the order of the lines."""
+        """All calls with a name, in line order."""
         found = [
             Called(node, name)
             for node in ast.walk(self.tree)
@@ -78,12 +78,12 @@ class TrainingScript:
         return sorted(found, key=lambda call: (call.node.lineno, call.node.col_offset))
 
     def torch_calls(self, *lasts: str) -> list[Called]:
-        """Return the calls of torch whose names end so."""
+        """Return the torch calls with one of these last names."""
         calls = (c for c in self.calls if c.last in lasts and c.name.startswith("torch."))
         return list(islice(calls, _MOST_CALLS))
 
     def methods(self, *names: str) -> list[ast.Call]:
-        """Return the calls of a method with such a name, of whatever object."""
+        """Return the calls of methods with these names, on any object."""
         calls = (
             node
             for node in ast.walk(self.tree)
@@ -94,7 +94,7 @@ class TrainingScript:
         return list(islice(calls, _MOST_CALLS))
 
     def full_name(self, node: ast.expr) -> str:
-        """Return the full name of what an expression names; empty if it is no name.
+        """Return the full name of an expression; empty for other expressions than names.
 
         `nn.Linear` after `from torch import nn` is `torch.nn.Linear`.
         """
@@ -114,7 +114,7 @@ class TrainingScript:
 
     @cached_property
     def is_wrapped(self) -> bool:
-        """Whether a library prepares model and loaders, such as Accelerate, Lightning, Ray."""
+        """Whether a library such as Accelerate or Lightning prepares the model and the loaders."""
         heads = {name.partition(".")[0] for name in self._full_names.values()}
         others = {
             "accelerate",
@@ -128,24 +128,24 @@ class TrainingScript:
 
     @cached_property
     def classes(self) -> dict[str, str]:
-        """The text of each class of the script, by its name."""
+        """The source of each class, by class name."""
         nodes = ast.walk(self.tree)
         return {node.name: ast.unparse(node) for node in nodes if isinstance(node, ast.ClassDef)}
 
-    # ---- Where something stands
+    # ---- Enclosing nodes
 
     def parents(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what a node stands in, the innermost first."""
+        """Yield the enclosing nodes, innermost first."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
 
     def function_of(self, node: ast.AST) -> Function | None:
-        """Return the innermost function that a node stands in."""
+        """Return the innermost function around a node."""
         return next((one for one in self.parents(node) if isinstance(one, Function)), None)
 
     def loops_of(self, node: ast.AST) -> list[Loop]:
-        """Return the loops that a node stands in, the innermost first, up to its function."""
+        """Return the loops around a node within its function, innermost first."""
         loops: list[Loop] = []
         for parent in self.parents(node):
             if isinstance(parent, Function | ast.Lambda | ast.ClassDef):
@@ -155,7 +155,7 @@ class TrainingScript:
         return loops
 
     def conditions_of(self, node: ast.AST) -> Iterator[tuple[ast.If, bool]]:
-        """Yield the `if`s that a node depends on in its function; whether it is in the `else`."""
+        """Yield each `if` around a node within its function, and whether the node is in `else`."""
         child = node
         for parent in self.parents(node):
             if isinstance(parent, Function | ast.Lambda | ast.ClassDef):
@@ -165,13 +165,13 @@ class TrainingScript:
             child = parent
 
     def rank_guard(self, node: ast.AST) -> ast.If | None:
-        """Return the `if` by which only one rank, or not every rank, comes to a node."""
+        """Return the innermost `if` on the rank, which lets only some ranks reach a node."""
         return next((test for test, _ in self.conditions_of(node) if about_rank(test.test)), None)
 
-    # ---- What names stand for
+    # ---- Values of names
 
     def values_of(self, name: str) -> list[ast.expr]:
-        """Return what is assigned to a name, anywhere in the script."""
+        """Return the values assigned to a name, anywhere in the script."""
         return self._assigned.get(name, [])
 
     @cached_property
@@ -192,7 +192,7 @@ class TrainingScript:
         return values
 
     def comes_from(self, node: ast.expr, *lasts: str, module: str = "torch.") -> bool:
-        """Whether an expression is, or names, the result of such a call of a module."""
+        """Whether an expression is, or names, the result of one of these calls of a module."""
         values = self.values_of(node.id) if isinstance(node, ast.Name) else [node]
         return any(
             isinstance(value, ast.Call)
@@ -203,7 +203,7 @@ class TrainingScript:
 
 
 def about_rank(test: ast.expr) -> bool:
-    """Whether a condition asks which rank this is.
+    """Whether a condition tests the rank.
 
     >>> about_rank(ast.parse("rank == 0", mode="eval").body)
     True
@@ -226,10 +226,10 @@ def constant(node: ast.expr | None) -> object:
 
 
 def read_training_script(text: str, source: str) -> TrainingScript:
-    """Parse a script; nothing of it is executed.
+    """Parse a script without running any of its code.
 
     Raises:
-        InputError: it is no Python, or too long or too deeply nested to be read.
+        InputError: the script is not valid Python, has too many characters or is nested too deeply.
     """
     if len(text) > MOST_CHARACTERS:
         message = f"has {len(text)} characters; a script has {MOST_CHARACTERS} at most"
@@ -245,7 +245,7 @@ def read_training_script(text: str, source: str) -> TrainingScript:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of what a script imports, by the names that it gives them."""
+    """Return the full names of imports, by local name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -259,7 +259,7 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names of a target with what each is given, as far as the script shows it."""
+    """Yield each name of a target with its value, as far as the script shows."""
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):

@@ -1,1 +1,1 @@
-"""What is found out of a run from its records: how far it is, what hangs, what failed first."""
+"""Evidence from the records of a run: progress, stalls, first failure."""

@@ -1,10 +1,10 @@
-"""Which rank of a run failed first, and why.
+"""The first failed rank of a run, and the cause.
 
-The evidence: a rank whose main function is wrapped by `@record` leaves an error file, as `train/`
-does; other ranks leave a traceback in their stderr; torchrun's report at its end lists the ranks
-that failed, with their signals. `judge` weighs it, as it does for the supervisor. On Slurm and on
-this machine the evidence is in the folder of the attempt; for pods, `toolkit/kubernetes/failure.py`
-reads it from their logs.
+The evidence: a rank with a main function wrapped by `@record`, as in `train/`, leaves an error
+file; other ranks leave a traceback in their stderr; torchrun's final report lists the failed ranks,
+with their signals. `judge` weighs it, as for the supervisor. On Slurm and on this machine the
+evidence is in the attempt's folder; for pods, `toolkit/kubernetes/failure.py` reads it from their
+logs.
 """
 
 from collections import defaultdict
@@ -23,39 +23,39 @@ from toolkit.text import untrusted
 from toolkit.text.secret_scan import Mask
 
 _MOST_EARLIER = 50
-"""How many failures of earlier starts are shown: the newest ones."""
+"""Limit of failures of earlier starts that are shown, the newest ones."""
 
 _UNREPORTED_S = 120.0
-"""Seconds before the reported failures in which an unreported rank may have failed first."""
+"""An unreported rank may have failed up to this many seconds before the reported failures."""
 
 _WELL = ("done", "cancelled", "preempted", "requeued", "walltime", "fenced", "terminated")
-"""Words of the retry policy for ends of attempts in which nothing has failed."""
+"""Statuses of the retry policy for attempts that ended without a failure."""
 
 _STOPPED = ("cancelled", "preempted", "requeued", "terminated", "walltime")
-"""Those of attempts that were told to stop; a rank may have failed at writing its checkpoint."""
+"""Statuses of attempts stopped by a signal; a rank may have failed to write its checkpoint."""
 
 _TOLD = "stopped by "
-"""What `train` tells torchrun where a signal has stopped it."""
+"""The beginning of the error that `train` reports to torchrun after a stop signal."""
 
 _NOT_BEGUN = ("gave_up", "no_progress")
-"""Those of attempts that may have ended before they have started anything."""
+"""Statuses of attempts that may have ended before starting anything."""
 
 # ---- The failure of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What the rank that failed first has left."""
+    """The failure of the rank that failed first."""
 
     kind: str
-    """`exception`; `signal`: it was killed; `exit`: it ended with a status and no traceback;
-    `echo`: it only reports the loss of another rank; the cause is unknown."""
+    """`exception`; `signal`: the rank was killed; `exit`: it exited with a status, without a
+    traceback; `echo`: it only reports the loss of another rank, so the cause is unknown."""
 
     rank: int | None = None
-    """The global rank, where it is known."""
+    """The global rank, if known."""
 
     local_rank: int | None = None
-    """Its number on its node, where it is known."""
+    """The local rank on its node, if known."""
 
     node: str
     """The node's name; `node-1` on this machine; the pod's short name on Kubernetes."""
@@ -64,25 +64,25 @@ class Failure:
     """The attempt of the run."""
 
     restart: int = 0
-    """How often its torchrun had started its ranks anew within the attempt."""
+    """The number of earlier restarts by its torchrun within the attempt."""
 
     time: float
     """When, in seconds since 1970."""
 
     message: str
-    """The exception with its message, or the signal or exit status of the rank."""
+    """The exception with its message, or the rank's signal or exit status."""
 
     traceback: tuple[str, ...] = ()
     """The lines of its traceback; without one, the last lines of its stderr."""
 
     earlier: "tuple[Failure, ...]" = ()
-    """What failed first in each start before, after which torchrun started all ranks anew."""
+    """The first failure of each earlier start, after which torchrun restarted all ranks."""
 
     def __str__(self) -> str:
         return in_words(self.kind, self.rank, self.local_rank, self.node, self.message)
 
     def lines(self) -> Iterator[str]:
-        """Yield what people are shown; the traceback comes last."""
+        """Yield the text for users; the traceback comes last."""
         if (more := len(self.earlier) - _MOST_EARLIER) > 0:
             yield f"{more} earlier failures are not shown"
         for before in self.earlier[-_MOST_EARLIER:]:
@@ -96,7 +96,7 @@ class Failure:
         return f"attempt {self.attempt}{again}, {datetime.fromtimestamp(self.time):%H:%M:%S}"
 
     def redacted(self, mask: Mask) -> "Failure":
-        """Return it with `***NAME***` in place of every secret."""
+        """Return the failure with `***NAME***` instead of every secret."""
         return replace(
             self,
             message=mask.hide(self.message),
@@ -115,12 +115,12 @@ def headline(failure: object, *, when: str = "") -> str:
 
 
 def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
-    """Return what failed first in an attempt; None if no rank failed, or the cause is unknown.
+    """Return an attempt's first failure; None if no rank failed, or the cause is unknown.
 
-    Of several starts of the ranks within the attempt, the last one counts. Ranks that have only
-    lost another one often notice that before the other's torchrun does, so they come last. Without
-    a number, the newest attempt is meant. In an attempt that was stopped, only an exception that a
-    rank has raised by itself is a failure.
+    If the attempt has several starts of the ranks, the last one counts. Ranks that have only lost
+    another rank often notice the loss before that rank's torchrun does, so they come last. The
+    default is the newest attempt. In a stopped attempt, only an exception that a rank has raised
+    itself is a failure.
     """
     attempt = _newest(run_dir) if number is None else run_dir / "logs" / f"attempt-{number}"
     if attempt is None or run_directory.exit_status_of(attempt) == 0:
@@ -150,10 +150,10 @@ def first_failure(run_dir: Path, number: int | None = None) -> Failure | None:
 def earlier_failures(
     attempt: Path, starts: Iterable[RankStart], bases: Mapping[str, int]
 ) -> dict[int, Failure]:
-    """Return what failed first in each start after which torchrun has started the ranks anew.
+    """Return the first failure of each start after which torchrun has restarted the ranks.
 
-    The keys are the numbers of restarts before it. `bases` has the first rank of each node, by the
-    node's key, where it is known.
+    The keys are restart counts. `bases` has the first rank of each node, by the node's key, if
+    known.
     """
     before: defaultdict[int, list[RankStart]] = defaultdict(list)
     for start in starts:
@@ -168,7 +168,7 @@ def earlier_failures(
 
 
 def first_of(failures: Iterable[Failure]) -> Failure | None:
-    """Return what failed first."""
+    """Return the first failure."""
     return min(failures, key=lambda one: order(one.kind, one.time), default=None)
 
 
@@ -186,7 +186,7 @@ def _ended_well(run_dir: Path, attempt: Path) -> bool:
     content, word = run_directory.outcome(run_dir) or {}, run_directory.reason_of(attempt).word
     status = content.get("status") if attempt.name == f"attempt-{content.get('attempt')}" else ""
     if status == "fatal" and word in run_directory.STOP_WORDS:
-        return False  # it failed while it was being stopped
+        return False  # the attempt failed while it was being stopped
     stopped = not word and (status == "preempted" or run_directory.cancel_requested(run_dir))
     return run_directory.exit_status_of(attempt) == 0 or word in _WELL or stopped
 

@@ -1,7 +1,7 @@
-"""How far a run is: its step, its speed, and how long the rest will take.
+"""The progress of a run: its step, its speed, and the remaining time.
 
-From the last records of `metrics.jsonl` and from `outcome.json` (docs/reference/run-directory.md),
-which anybody may have written.
+The data comes from the last records of `metrics.jsonl` and from `outcome.json`
+(docs/reference/run-directory.md), which are untrusted.
 """
 
 import contextlib
@@ -22,64 +22,64 @@ from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
 
 _LAST_BYTES = 1 << 17
-"""How much is read of the metrics: some 500 steps."""
+"""How much of the metrics file is read: about 500 steps."""
 
 _MOST_STEPS = 1000
-"""From how many records the speed is taken."""
+"""Number of records for the speed."""
 
 _PARTS = 4
-"""Into how many parts these steps are divided, to see how much their speed varies."""
+"""Number of parts of these records, to estimate the variation of the speed."""
 
 _RATES = ("samples_per_s", "tokens_per_s", "mfu")
 _RATED_STEPS = 50
-"""Of how many of the newest steps the median rate is shown."""
+"""Number of newest steps for the median rate."""
 
 
 class _Record(NamedTuple):
     start: int
-    """Which of the starts that were read; the numbers mean nothing else."""
+    """The index of the start among those read."""
     when: float
     attempt: int
     restart: int
     step: int
     loss: float | None
     steps: int | None
-    """How many there are in all, where the record says so."""
+    """The total number of steps, if the record has it."""
     rates: tuple[float | None, ...]
-    """In the order of `_RATES`."""
+    """The rates, in the order of `_RATES`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """The progress of a run."""
 
     step: int
-    """Steps made, up to the last record."""
+    """The number of finished steps, up to the last record."""
 
     steps_planned: int | None
-    """Steps in all; None if the training has not recorded them."""
+    """The total number of steps; None if the training has not recorded it."""
 
     loss: float | None
     """The newest loss."""
 
     step_s: float | None
-    """Seconds per step, with what happens between steps; None until the newest start has made two
+    """Seconds per step, including the time between steps; None until the newest start has made two
     steps."""
 
     left_s: float | None
-    """How long the rest will take at this speed, in seconds."""
+    """The remaining time at this speed, in seconds."""
 
     spread_s: float | None
-    """By how much `left_s` differs, in seconds, if the speed goes on varying as it has."""
+    """The uncertainty of `left_s`, in seconds, from the variation of the speed."""
 
     attempt: int
     restart: int
 
     silent_s: float
-    """How long ago the last record was written, in seconds."""
+    """Seconds since the last record was written."""
 
     samples_per_s: float | None = None
-    """What the newest records say of the speed, as their median."""
+    """The median rate of the newest records."""
 
     tokens_per_s: float | None = None
 
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def is_silent(self) -> bool:
-        """Whether no step has come for a minute, and for ten times as long as a step takes."""
+        """Whether no step has been recorded for a minute, and for ten times the step time."""
         return self.silent_s > max(60.0, 10 * (self.step_s or 0.0))
 
     @property
@@ -101,7 +101,7 @@ class Progress:
 
     @property
     def details(self) -> str:
-        """What is known besides the step, as in `loss 0.31, 0.21 s per step, 2 min left`."""
+        """The values besides the step, as in `loss 0.31, 0.21 s per step, 2 min left`."""
         parts = []
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
@@ -148,7 +148,7 @@ class ProgressReader:
         """
         try:
             self._read_on()
-        except (OSError, LauncherError):  # such as a file that was removed
+        except (OSError, LauncherError):  # for example, the file was removed
             self._forget()
             self._tail = Tail()
         if not self._records:
@@ -177,7 +177,7 @@ class ProgressReader:
     def _read_on(self) -> None:
         size = os.lstat(self._path).st_size
         if not self._tail.offset <= size <= self._tail.offset + _LAST_BYTES:
-            self._forget()  # it was truncated, or too much has come: only the end is read
+            self._forget()  # the file was truncated, or has grown a lot: only its end is read
             self._tail = Tail(offset=max(size - _LAST_BYTES, 0))
         for line in self._tail.new_lines(self._path):
             record = self._reader.read(_parsed(line))
@@ -204,7 +204,7 @@ def progress_of(run_dir: Path, *, now: float | None = None) -> Progress | None:
 
 
 def _rates(records: Sequence[_Record]) -> dict[str, float | None]:
-    """Return the rates that the newest of a start's records have, as their medians."""
+    """Return the median rates of a start's newest records."""
     newest = records[-_RATED_STEPS:]
     rates: dict[str, float | None] = {}
     for place, name in enumerate(_RATES):
@@ -216,7 +216,7 @@ def _rates(records: Sequence[_Record]) -> dict[str, float | None]:
 
 
 def _short(number: float) -> str:
-    """Write a rate with three digits.
+    """Return a rate with three digits.
 
     >>> _short(0.25), _short(31.46), _short(4096), _short(1234567)
     ('0.25', '31.5', '4.1k', '1.23M')
@@ -228,13 +228,13 @@ def _short(number: float) -> str:
 
 
 def _parsed(line: str) -> object:
-    with contextlib.suppress(ValueError):  # the first line may be torn, or one by a kill
+    with contextlib.suppress(ValueError):  # the first line may be cut, and others by a kill
         return untrusted.parse_json(line)
     return None
 
 
 def _speed(records: Sequence[_Record]) -> tuple[float | None, float | None]:
-    """Return the seconds per step, and by how much those of parts of the records differ from it."""
+    """Return the seconds per step, and the deviation between parts of the records."""
     means = [_mean(records)]
     size = len(records) // _PARTS
     if size >= 2:

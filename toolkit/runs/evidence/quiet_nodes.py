@@ -1,7 +1,7 @@
-"""Nodes of a running attempt on Slurm that have stopped showing that they live.
+"""Nodes of a running attempt on Slurm that have stopped sending heartbeats.
 
-While its torchrun runs, each node writes its clock into `alive-N` of the attempt's folder, and into
-`ended-N` how torchrun has ended (docs/reference/run-directory.md).
+While its torchrun runs, each node writes its clock into `alive-N` in the attempt's folder, and then
+torchrun's exit into `ended-N` (docs/reference/run-directory.md).
 """
 
 from itertools import islice
@@ -13,15 +13,15 @@ from toolkit.text.quantities import rounded_duration, whole_number
 
 _QUIET_S = 60.0
 _QUIET_OF_NODE_S = 0.3
-"""A node is quiet after five signs that did not come; of many nodes, each shows fewer."""
+"""A node is quiet after five missing heartbeats; with many nodes, each sends fewer."""
 
 _MOST_NODES, _MOST_NAMED = 10_000, 4
 
 
 def quiet_nodes(run_dir: Path) -> str | None:
-    """Return which nodes have given no sign of life for a while; None if all have, or are alone.
+    """Return the nodes without a recent heartbeat; None if all have one, or for a single node.
 
-    The newest sign of any node tells the time: the clock of the file system counts.
+    The newest heartbeat of any node is the current time: the clock of the file system counts.
     """
     attempts = attempt_folders(run_dir)
     if not attempts:

@@ -1,10 +1,10 @@
-"""The folder that torchrun writes for each start of a rank: its output, and its error file.
+"""The folder that torchrun creates for each rank start: its output, and its error file.
 
     logs/attempt-N/node-KEY/RUN_ID/attempt_RESTART/LOCAL_RANK/{stdout.log,stderr.log,error.json}
 
-`KEY` is the node's number, or `joined-by-JOB`. One torchrun has one `RUN_ID`; a node has several of
-them where its torchrun was started anew. Each report of torchrun's belongs to one start of a rank.
-A pod has a folder of its own name in place of `node-KEY`.
+`KEY` is the node's number, or `joined-by-JOB`. Each torchrun process has one `RUN_ID`; a node has
+several if torchrun was started again there. Each torchrun report belongs to one rank start. For a
+pod, the folder is named after the pod instead of `node-KEY`.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from toolkit.supervisor.evidence.torchrun_report import Reported, read_reports, 
 from toolkit.text import untrusted
 
 _LOG_BYTES = 8 << 20
-"""How much of the end of an attempt's log may hold torchrun's reports, one per node."""
+"""How much of the log's end is searched for torchrun's reports, one per node."""
 
 _STDERR_BYTES = 1 << 16
 _ERROR_BYTES = 4 << 20
 _NOTE_BYTES = 1 << 12
 
 _LONGEST, _MOST_LINES = 50_000, 1000
-"""Characters of a message and of a traceback, and lines of it: its end is shown."""
+"""Character limit of a message and of a traceback, and line limit of its end, which is shown."""
 
 _SPREAD_S = 5.0
-"""The torchruns of a run start their ranks within so many seconds of each other."""
+"""The torchrun processes of a run start their ranks within this many seconds."""
 
 _WATCHDOG = "watchdog"
-"""The one folder in an attempt's that is of no node."""
+"""The only folder of an attempt that does not belong to a node."""
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
@@ -42,22 +42,22 @@ _GROUP = re.compile(r"attempt_([0-9]{1,9})", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """One start of a rank."""
+    """One start of one rank."""
 
     folder: Path
-    """Where its output and its error file lie."""
+    """The folder with its output and its error file."""
 
     key: str
-    """That of its node."""
+    """The key of its node."""
 
     node: str
     """Its node's name; `node-1` on this machine."""
 
     restart: int
-    """How often its torchrun had started the ranks before."""
+    """The number of earlier rank starts by its torchrun."""
 
     last: bool = True
-    """Whether its node has started no other after it."""
+    """Whether it is the last start on its node."""
 
     has_files: bool = True
     """Whether its folder is known."""
@@ -69,12 +69,12 @@ class RankStart:
 
     @property
     def began(self) -> float:
-        """When the ranks of its node were given their folders, in seconds since 1970."""
+        """When torchrun created the folders of its node's ranks, in seconds since 1970."""
         return modified_at(self.folder.parent)
 
     @property
     def _run_dir(self) -> Path | None:
-        """The run directory, below which nothing is a link; None for a rank that is elsewhere."""
+        """The run directory, below which no link is followed; None for a rank elsewhere."""
         parents = self.folder.parents  # group, RUN_ID, node, attempt, logs, run directory
         return parents[5] if len(parents) > 5 and parents[4].name == "logs" else None
 
@@ -84,11 +84,11 @@ class RankStart:
         return _last_lines(span, _STDERR_BYTES) if self.has_files else []
 
     def silent_since(self) -> float:
-        """Return when it has written to its stderr last."""
+        """Return the time of its last write to stderr."""
         return (self.folder / "stderr.log").lstat().st_mtime
 
     def error(self) -> tuple[str, tuple[str, ...], float] | None:
-        """Return message, traceback and time of its error file."""
+        """Return message, traceback and time from its error file."""
         if not self.has_files:
             return None
         path = self.folder / "error.json"
@@ -96,26 +96,26 @@ class RankStart:
             content = untrusted.read_json(path, limit=_ERROR_BYTES, below=self._run_dir)
             message = untrusted.mapping(untrusted.mapping(content)["message"])
             extra = untrusted.mapping(message["extraInfo"])
-            stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number, or its text
+            stamp = untrusted.moment(float(str(extra["timestamp"])[:40]))  # a number or string
             if stamp is None:
                 return None
             trace = str(extra.get("py_callstack") or "").rstrip("\n")[-_LONGEST:]
             lines = trace.split("\n")[-_MOST_LINES:] if trace else ()
-            written = path.lstat().st_mtime  # finer than the whole seconds in it
+            written = path.lstat().st_mtime  # more precise than the file's whole seconds
             time = written if 0 <= written - stamp < 2 else stamp
             return untrusted.shortened(str(message["message"]), _LONGEST), tuple(lines), time
         return None
 
 
 def starts_of(attempt: Path) -> list[RankStart]:
-    """Return all starts of ranks in the folder of an attempt."""
+    """Return all rank starts in an attempt's folder."""
     starts, names = [], nodes_of(attempt)
     for node in _folders(attempt, attempt):
         if node.name == _WATCHDOG:
             continue
         key = node.name.removeprefix("node-")
         name = key if key == node.name else _name_of(attempt, key, names)
-        # Torchruns in the order of their age, and the groups of one torchrun by their number.
+        # The torchrun processes by age, and the groups of each by number.
         groups = sorted(
             (modified_at(torchrun), int(named[1]), group)
             for torchrun in _folders(node, attempt)
@@ -133,10 +133,10 @@ def starts_of(attempt: Path) -> list[RankStart]:
 
 
 def begins_of(times: Iterable[tuple[float, str]]) -> list[float]:
-    """Return when the ranks of an attempt were started, once for all nodes together.
+    """Return the times of an attempt's rank starts, each once for all nodes together.
 
-    torchrun counts by itself on each node: a node whose own ranks have not failed starts them again
-    in the same folder. So the numbers of its folders do not count the starts, but their times do.
+    Each node's torchrun counts separately: a node without failed ranks restarts its ranks in the
+    same folder. So the folders' times give the number of starts, their numbers do not.
 
     Args:
         times: When ranks were given their folders, and on which node.
@@ -155,7 +155,7 @@ def begins_of(times: Iterable[tuple[float, str]]) -> list[float]:
 
 
 def count_starts(attempt: Path, *, most_nodes: int) -> int:
-    """Return how often the ranks of an attempt were started, by the folders of some nodes."""
+    """Return the number of an attempt's rank starts, by the folders of some nodes."""
     nodes = [node for node in _folders(attempt, attempt) if node.name != _WATCHDOG]
     return len(
         begins_of(
@@ -184,12 +184,12 @@ def _name_of(attempt: Path, key: str, names: list[str]) -> str:
 
 
 def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[RankStart, Reported]:
-    """Return what torchrun reports of the ranks that have failed, each with its last start."""
+    """Return torchrun's reports of failed ranks, each by the rank's last start."""
     reports: dict[RankStart, Reported] = {}
     known = _Starts(attempt, starts)
     for span in attempt_spans(run_dir, int(attempt.name.split("-")[1])):
         key = span.path.stem.removeprefix("node-") if span.path.parent == attempt else None
-        # Line by line: a list of them all takes twenty times their memory.
+        # Line by line: a list of all lines takes twenty times their memory.
         for reported in read_reports(io.StringIO(_end_of(span, _LOG_BYTES), newline="\n")):
             reports[known.of(reported, key)] = reported
     for start, reported in reports.items():
@@ -200,7 +200,7 @@ def reports_of(run_dir: Path, attempt: Path, starts: list[RankStart]) -> dict[Ra
 
 
 class _Starts:
-    """The starts of the ranks of an attempt, to be found by what torchrun reports of them."""
+    """An attempt's rank starts, looked up by torchrun's reports."""
 
     def __init__(self, attempt: Path, starts: list[RankStart]) -> None:
         self._attempt = attempt
@@ -217,8 +217,8 @@ class _Starts:
                 last.append(start)
 
     def of(self, reported: Reported, key: str | None) -> RankStart:
-        """Return the start that a report means, in the log of the node `key` if it is of one."""
-        # The run directory may be another's mirror: only the end of the path is the same.
+        """Return the start that a report refers to; `key` is the node of the log, if known."""
+        # The run directory may be a mirror: only the end of the path is the same.
         _, *file = reported.error_file.rsplit("/", 6)
         if (start := self._by_file.get("/".join(file))) is not None:
             return start
@@ -229,7 +229,7 @@ class _Starts:
             return last[min(found)]
         if len(last) == 1:
             return last[0]
-        return RankStart(  # of a node that names itself otherwise than Slurm does
+        return RankStart(  # of a node with a host name other than in Slurm
             folder=self._attempt / "elsewhere" / host / str(rank),
             key=host,
             node=host,

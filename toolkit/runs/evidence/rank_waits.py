@@ -1,6 +1,6 @@
-"""How long the ranks of a run wait for each other, as the watchdog of rank 0 has recorded it.
+"""How long the ranks of a run wait for each other, as recorded by the watchdog of rank 0.
 
-Anybody may have written the records (docs/reference/run-directory.md): what is no number is left
+The records are untrusted (docs/reference/run-directory.md): values that are not numbers are left
 out.
 """
 
@@ -17,11 +17,11 @@ from toolkit.text import control, untrusted
 _MOST_RANKS = 1 << 20
 _MOST_ATTEMPTS = 50
 _MOST_SHARES = 1 << 18
-"""How many shares of ranks the memory holds, of all records together: the newest ones."""
+"""Limit of shares in memory, over all records; the newest ones are kept."""
 
 _FILE_BYTES = 256 << 20
 _LINE_BYTES = 4 << 20
-"""The longest record: one of a hundred thousand ranks."""
+"""Byte limit of a record: enough for a hundred thousand ranks."""
 
 _RECORDS = "watchdog/ranks.jsonl"
 """The records in an attempt's log folder."""
@@ -29,13 +29,13 @@ _RECORDS = "watchdog/ranks.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """In which share of the time ranks have waited for others, in their newest steps."""
+    """The share of time that ranks have waited for others, in their newest steps."""
 
     time: float
-    """When that was recorded, in seconds since 1970."""
+    """When the record was written, in seconds since 1970."""
 
     waits: Mapping[int, float]
-    """The share by rank, from 0 to 1; who is slow waits least."""
+    """The share by rank, from 0 to 1; a slow rank waits least."""
 
     nodes: Mapping[int, str]
     """The node of each rank."""
@@ -72,7 +72,7 @@ def waits_in(run_dir: Path) -> list[RankWaits]:
 
 
 def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
-    """Return each rank's mean share of the time, the ranks that wait least first."""
+    """Return each rank's mean share of waiting time, the lowest first."""
     shares: dict[int, list[float]] = {}
     for record in records:
         for rank, share in record.waits.items():
@@ -82,7 +82,7 @@ def mean_waits(records: Sequence[RankWaits]) -> dict[int, float]:
 
 
 def _waits_in(row: Mapping[str, Any]) -> RankWaits | None:
-    """Return what a line of the records holds; None where that is nothing."""
+    """Return the content of a record; None if it has none."""
     waits, nodes = dict[int, float](), dict[int, str]()
     for each in map(untrusted.sequence, untrusted.sequence(row.get("waits"))):
         if len(each) != 3 or not isinstance(each[2], str):

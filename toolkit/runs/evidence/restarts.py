@@ -1,4 +1,4 @@
-"""What has interrupted a run, also one that has succeeded, and how long its ranks were away."""
+"""The interruptions of a run, even of a successful one, and how long its ranks were down."""
 
 import re
 from bisect import bisect_right
@@ -18,10 +18,10 @@ from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask
 
 _MOST_ATTEMPTS = 100
-"""So many newest attempts are looked at."""
+"""Number of newest attempts that are read."""
 
 _COUNTED_NODES = 32
-"""In this many folders of nodes restarts are looked for when they are only counted."""
+"""Number of node folders that are read when restarts are only counted."""
 
 _LOG_BYTES, _MOST_NOTICED = 8 << 20, 1000
 _NOTICED = re.compile(
@@ -29,30 +29,30 @@ _NOTICED = re.compile(
     r"local_rank: (\d{1,9}) \(pid: ",
     re.MULTILINE,
 )
-"""What torchrun logs when a rank has failed, also where it starts the ranks again."""
+"""torchrun's log message about a failed rank, which also appears before a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """An interruption after which the ranks were started again."""
+    """An interruption, followed by a restart of the ranks."""
 
     attempt: int
     """The attempt that was interrupted."""
 
     restart: int
-    """How often the ranks had been started anew within that attempt."""
+    """The number of earlier restarts of the ranks within that attempt."""
 
     why: str
-    """The rank that failed first, and how; else the attempt's reason."""
+    """The first failed rank and its failure; else the attempt's reason."""
 
     time: float
     """When, in seconds since 1970."""
 
     away_s: float
-    """Seconds until the ranks were started again."""
+    """Seconds until the next start of the ranks."""
 
     def __str__(self) -> str:
-        """Describe it in a line."""
+        """Describe it in one line."""
         when = f"{datetime.fromtimestamp(self.time):%H:%M}"
         return f"{self.why} at {when}, {rounded_duration(self.away_s)} until the next start"
 
@@ -70,19 +70,19 @@ def restarts_in(run_dir: Path, mask: Mask | None = None) -> list[Restart]:
 
 
 def count_restarts(run_dir: Path) -> int:
-    """Return how many restarts a run has had, at less cost; in large attempts, at least so many."""
+    """Return a run's number of restarts, at less cost; for large attempts, a lower bound."""
     attempts = attempt_folders(run_dir)
     starts = (count_starts(one, most_nodes=_COUNTED_NODES) for one in attempts[-_MOST_ATTEMPTS:])
     return max(len(attempts) - 1, 0) + sum(max(count - 1, 0) for count in starts)
 
 
 def number_of(count: int) -> str:
-    """Return a number of restarts in words, such as `2 restarts`; empty where there are none."""
+    """Return a number of restarts in words, such as `2 restarts`; empty for 0."""
     return f"{count} restart{'s' * (count != 1)}" if count else ""
 
 
 def in_words(restarts: Sequence[Restart]) -> str:
-    """Return how often a run was interrupted, and what came last; empty where it never was."""
+    """Return the number of interruptions and the last one; empty if there are none."""
     if not restarts:
         return ""
     *earlier, last = restarts
@@ -93,7 +93,7 @@ def in_words(restarts: Sequence[Restart]) -> str:
 
 
 def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterator[Restart]:
-    """Yield the restarts that torchrun itself has made in an attempt."""
+    """Yield the restarts by torchrun within an attempt."""
     begins = begins_of({(start.began, start.key) for start in starts})
     if len(begins) < 2:
         return
@@ -104,7 +104,7 @@ def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterat
         failure = failures.get(number)
         time = min(max(failure.time, before), began) if failure else began
         seen = [one for one in noticed if before <= one.time <= began]
-        # Only a node whose ranks have failed gets a further folder.
+        # Only a node with failed ranks gets another folder.
         nodes = {one.node for one in dated if one.restart == number and not one.last}
         only = nodes.pop() if len(nodes) == 1 else ""
         why = str(failure) if failure else seen[0].in_words(only) if seen else "unknown"
@@ -124,10 +124,10 @@ def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterat
 def _of_attempt(
     run_dir: Path, attempt: Path, starts: Sequence[RankStart], following: Path
 ) -> Restart:
-    """Return the end of an attempt that another one has followed."""
+    """Return the interruption between an attempt and the following one."""
     number = int(attempt.name.removeprefix("attempt-"))
     failure, text = first_failure(run_dir, number), reason_of(attempt).text
-    # The supervisor has judged all evidence, not only that of the ranks.
+    # The supervisor has judged all evidence, not only the ranks' evidence.
     judged = text.rpartition("; ")[0]
     of_rank = f"{text.partition(':')[0]}: {failure}" if failure else ""
     ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
@@ -144,22 +144,22 @@ def _of_attempt(
 
 
 class _Noticed(NamedTuple):
-    """What torchrun has logged of the end of a rank."""
+    """torchrun's log message about a failed rank."""
 
     time: float
     code: int
     local_rank: str
     node: str
-    """The node's name, where it has a log of its own; else empty."""
+    """The node's name, if it has a separate log; else empty."""
 
     def in_words(self, only: str) -> str:
-        """Describe it; `only`: the node, if there is but one."""
+        """Describe it; `only`: the node, if there is only one."""
         node = self.node or only
         return f"local rank {self.local_rank}{node and f' on {node}'}: {exited(self.code)}"
 
 
 def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[_Noticed]:
-    """Return when torchrun has noticed each failure in an attempt, in the order of time."""
+    """Return torchrun's messages about failed ranks in an attempt, in order of time."""
     found: list[_Noticed] = []
     for span in attempt_spans(run_dir, int(attempt.name.removeprefix("attempt-"))):
         text = end_of(span, _LOG_BYTES).decode(errors="replace")

@@ -1,8 +1,8 @@
-"""Where the ranks of a running run stand: stacks, and the last collective of each process group.
+"""The positions of a running run's ranks: stacks, and the last collective of each process group.
 
-The watchdog on each node (toolkit/supervisor/watchdog) answers a question, which is an empty file
-in the attempt's folder. Its answers are data: everybody with the right to write into the run
-directory can forge one.
+The watchdog on each node (toolkit/supervisor/watchdog) answers a query, which is an empty file in
+the attempt's folder. Answers are untrusted: everybody with write access to the run directory can
+forge one.
 """
 
 import contextlib
@@ -18,28 +18,28 @@ from toolkit.runs.records.log_reader import Span, attempt_folders, last_objects
 from toolkit.text import control, untrusted
 
 ANSWERS_S = 45.0
-"""How long the nodes may take to answer, in seconds: NFS may show a new file after 30."""
+"""Time limit for the nodes' answers, in seconds: NFS may need 30 s to show a new file."""
 
 _PAUSE_S = 0.2
 _LONGEST_ANSWER = 8 << 20
 _MOST_RANKS = 1 << 20
 
 _LINES_BYTES, _LONGEST_LINE = 64 << 20, 1 << 20
-"""How much is read of what a watchdog has named: a line may name each of many thousand ranks."""
+"""Read limits of a watchdog's records: a line may name many thousands of ranks."""
 
 _WHY = 4000
-"""Characters of such a sentence that are shown."""
+"""Character limit of a sentence in these records."""
 
 _MOST_FRAMES, _MOST_THREADS = 1000, 1000
-"""How many frames of a stack are read, and how many threads of a rank."""
+"""Limits of frames per stack, and of threads per rank."""
 
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a disk", "Z": "dead"}
-"""Names of Linux's process states (proc(5)) in which Python does not run."""
+"""Linux process states (proc(5)) in which Python does not run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A line of a stack."""
+    """A stack frame."""
 
     file: str
     line: int
@@ -55,44 +55,44 @@ class RankStacks:
     pid: int
 
     state: str
-    """The process's state, if Python does not run in it: `stopped`, `dead`; else empty."""
+    """The process's state if it does not run Python: `stopped`, `dead`; else empty."""
 
     stack: tuple[Frame, ...]
-    """The stack of its main thread, the innermost frame first; empty if it could not be read."""
+    """The main thread's stack, innermost frame first; empty if it could not be read."""
 
     threads: tuple[tuple[Frame, ...], ...]
     """The stacks of its other threads."""
 
     collectives: tuple[str, ...]
-    """The last collective that was begun in each process group, like `all_reduce 57 of 0`."""
+    """The last collective entered in each process group, like `all_reduce 57 of 0`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks:
-    """The states of the ranks of a run."""
+    """The states of a run's ranks."""
 
     ranks: tuple[RankStacks, ...]
 
     world_size: int
-    """How many ranks there are; those without an answer are missing in `ranks`."""
+    """The number of ranks; ranks without an answer are missing in `ranks`."""
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose node has not answered."""
+        """The ranks without an answer from their node."""
         known = {each.rank for each in self.ranks}
         return [rank for rank in range(self.world_size) if rank not in known]
 
     def groups(self) -> list[list[RankStacks]]:
-        """Return the ranks that stand at the same place together, the fewest first."""
+        """Return the ranks grouped by position, the smallest group first."""
         same: dict[tuple[str, ...], list[RankStacks]] = {}
         for each in self.ranks:
-            # As texts: who writes the answers may choose frames whose hashes are equal.
+            # As texts: a forged answer may contain frames with equal hashes.
             place = (each.state, "\0".join(each.collectives), "\0".join(map(str, each.stack)))
             same.setdefault(place, []).append(each)
         return sorted(same.values(), key=lambda ranks: (len(ranks), ranks[0].rank))
 
     def lines(self) -> Iterator[str]:
-        """Yield the stacks as `toolkit stacks` prints them: the smallest group first."""
+        """Yield the stacks as `toolkit stacks` prints them, the smallest group first."""
         for together in self.groups():
             first = together[0]
             nodes = sorted({each.node for each in together})
@@ -108,18 +108,18 @@ class Stacks:
             yield f"{_numbered(missing)}: no answer"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `toolkit stacks --json` prints."""
+        """Return the output of `toolkit stacks --json`."""
         return asdict(self) | {"missing": self.missing}
 
 
 class Exchange(Protocol):
-    """A way to the files with questions to the watchdogs, and with their answers."""
+    """Access to the query files for the watchdogs, and to their answers."""
 
     def ask(self, name: str) -> None:
-        """Ask all watchdogs of the newest attempt.
+        """Query all watchdogs of the newest attempt.
 
         Raises:
-            LauncherError: there is none, or the question cannot be written.
+            LauncherError: the attempt has no watchdog, or the query cannot be written.
         """
 
     def answers(self, name: str) -> Iterable[bytes]:
@@ -130,7 +130,7 @@ class Exchange(Protocol):
 
 
 class FolderExchange:
-    """The watchdogs' folder where this machine sees the run directory."""
+    """The watchdogs' folder in a run directory that this machine sees."""
 
     def __init__(self, run_dir: Path) -> None:
         attempts = attempt_folders(run_dir)
@@ -138,7 +138,7 @@ class FolderExchange:
         self._run_dir = run_dir
 
     def ask(self, name: str) -> None:
-        """Ask all watchdogs of the newest attempt."""
+        """Query all watchdogs of the newest attempt."""
         if self._folder == self._run_dir or not self._folder.is_dir():
             raise LauncherError(f"{self._run_dir}: {NO_WATCHDOG}")
         try:
@@ -167,7 +167,7 @@ NO_WATCHDOG = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A stall that a watchdog has named."""
+    """A stall that a watchdog has detected."""
 
     attempt: int
 
@@ -175,7 +175,7 @@ class Stall:
     """In seconds since 1970."""
 
     why: str
-    """Which rank keeps the others waiting, and where it stands."""
+    """The rank that blocks the others, and its position."""
 
     kills: bool
     """Whether that rank was killed."""
@@ -185,9 +185,9 @@ class Stall:
 
 
 def stalls_of(run_dir: Path, most: int) -> Iterator[Stall]:
-    """Yield the newest stalls of a run, at most so many, the oldest first.
+    """Yield at most `most` of the newest stalls of a run, oldest first.
 
-    The answers of all ranks may be large: those of one stall are read at a time.
+    The answers of all ranks may be large, so one stall is read at a time.
     """
     named: list[tuple[Path, dict[str, Any]]] = []
     for attempt in reversed(attempt_folders(run_dir)):
@@ -220,23 +220,23 @@ def _answers_in(folder: Path, prefix: str) -> Iterator[bytes]:
 
 
 def newest_stall(run_dir: Path) -> str | None:
-    """Return the watchdog's sentence about the newest attempt's stall; None if it goes on."""
+    """Return the watchdog's sentence about the newest attempt's stall; None without a stall."""
     newest = _newest(run_dir, "stalls")
     return _why(newest) if newest.get("stalled") is True else None
 
 
 def newest_straggler(run_dir: Path) -> str | None:
-    """Return the watchdog's sentence about a slow rank of the newest attempt; None without one."""
+    """Return the watchdog's sentence about the newest attempt's slow rank; None without one."""
     return _why(_newest(run_dir, "stragglers")) or None
 
 
 def steps_left_out(run_dir: Path) -> str | None:
-    """Return the newest attempt's sentence about lines that `log_pattern` has left out, if any."""
+    """Return the newest attempt's sentence about lines that `log_pattern` has skipped, if any."""
     return _why(_newest(run_dir, "steps")) or None
 
 
 def _newest(run_dir: Path, name: str) -> dict[str, Any]:
-    """Return the last line that the newest attempt's watchdog has written; empty without one."""
+    """Return the last record of the newest attempt's watchdog; empty without one."""
     for attempt in attempt_folders(run_dir)[-1:]:
         path = attempt / "watchdog" / f"{name}.jsonl"
         return next(last_objects(Span(path=path), _LONGEST_LINE), {})
@@ -274,7 +274,7 @@ def ask_watchdogs(exchange: Exchange, *, timeout_s: float = ANSWERS_S) -> Stacks
 
 
 def read_answers(answers: Iterable[bytes]) -> Stacks:
-    """Return what the watchdogs have answered; what cannot be understood is left out."""
+    """Return the watchdogs' answers; unreadable parts are left out."""
     ranks: dict[int, RankStacks] = {}
     world_size = 0
     for answer in answers:

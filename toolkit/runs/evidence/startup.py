@@ -1,7 +1,7 @@
-"""What an attempt that has made no step is waiting for: nodes, the rendezvous, or its first step.
+"""The reason why an attempt has made no step: missing nodes, the rendezvous, or a long first step.
 
-torchrun makes the folder of its logs on each node when it starts, and the folders of the ranks in
-it when all nodes have met (docs/reference/run-directory.md).
+torchrun creates its log folder on each node when it starts, and the ranks' folders in it after the
+rendezvous of all nodes (docs/reference/run-directory.md).
 """
 
 import os
@@ -23,18 +23,18 @@ _START = re.compile(r"attempt_(\d{1,6})")
 _MOST_NAMED = 4
 _JOB_BYTES = 1 << 20
 _TRAIN = ("train", "toolkit_train")
-"""The names of the module that records its steps, in a checkout and of the wheel."""
+"""The names of the module that records its steps, in a checkout and in the wheel."""
 
 
 def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = None) -> str | None:
     """Return what the newest attempt of a running run waits for; None once it has made a step.
 
-    None, too, where the run directory does not say it, such as before the first attempt, or when
-    the ranks of a script have started that may never record a step.
+    It is also None if the run directory does not show the cause: before the first attempt, or after
+    the start of ranks with a script that may never record a step.
 
     Args:
         run_dir: The run directory itself.
-        progress: How far the run is.
+        progress: The progress of the run.
         now: The time, in seconds since 1970; by default the present.
     """
     attempts = attempt_numbers(run_dir)
@@ -46,8 +46,8 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
     job = _job(run_dir)
     if ranks:
         began = min(map(modified_at, ranks))
-        # What is not read as a step of this attempt may be one: of a newer version, or without
-        # the number of the attempt.
+        # The file may contain an unrecognised step of this attempt: from a newer version, or
+        # without the attempt's number.
         if modified_at(run_dir / "metrics.jsonl") > began or not _records_steps(job, run_dir):
             return None
         now = time.time() if now is None else now
@@ -61,7 +61,7 @@ def waits_for(run_dir: Path, progress: Progress | None, *, now: float | None = N
 
 
 def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
-    """Return by node, or pod, where torchrun has started, the folder of its newest ranks."""
+    """Return the newest ranks' folder by node or pod, for those where torchrun has started."""
     started: dict[str, Path | None] = {}
     for node in untrusted.entries(folder, below=run_dir):
         if not node.is_folder or node.name == "watchdog":
@@ -77,7 +77,7 @@ def _nodes_with_torchrun(folder: Path, run_dir: Path) -> dict[str, Path | None]:
 
 
 def _missing(folder: Path, started: dict[str, Path | None], nnodes: int) -> str:
-    """Name the nodes without a torchrun, as far as they have numbers."""
+    """Return the nodes without torchrun by name, if the nodes have numbers."""
     share = f"{nnodes - len(started)} of {nnodes} nodes"
     if any(_NODE.fullmatch(name) is None for name in started):  # pods
         return share
@@ -89,7 +89,7 @@ def _missing(folder: Path, started: dict[str, Path | None], nnodes: int) -> str:
 
 
 def _job(run_dir: Path) -> Mapping[str, Any]:
-    """Return the job file of a run, as far as it can be read."""
+    """Return the job file of a run, if it can be read."""
     try:
         text = untrusted.read_text(run_dir / "job.yaml", limit=_JOB_BYTES, below=run_dir)
         return untrusted.mapping(read_document(text, "job.yaml").data)
@@ -98,7 +98,7 @@ def _job(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _records_steps(job: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether steps are to be expected: not every script records its own."""
+    """Whether the run is expected to record steps; not every script does."""
     return (
         job.get("module") in _TRAIN
         or job.get("log_pattern") is not None
@@ -107,7 +107,7 @@ def _records_steps(job: Mapping[str, Any], run_dir: Path) -> bool:
 
 
 def _nnodes(job: Mapping[str, Any]) -> int | None:
-    """Return how many nodes the job starts with, at least; None for an unreadable job file."""
+    """Return the job's minimum number of nodes; None for an unreadable job file."""
     if not job:
         return None
     nnodes = untrusted.mapping(job.get("resources")).get("nnodes", 1)

@@ -1,1 +1,1 @@
-"""What is written down of a run: the record of its submission, its run directory, its output."""
+"""The records of a run: its submission, its run directory, its output."""

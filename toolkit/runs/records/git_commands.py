@@ -1,9 +1,9 @@
-"""Questions to git about a project that others may have written.
+"""Queries to git about an untrusted project.
 
-The configuration of a repository can name programs. None of them is run: neither its file system
-monitor, hooks, filters and diff drivers, nor what would fetch missing objects. Git itself refuses a
-repository of another user, but not one from an archive that you have unpacked, and not a folder of
-a clone that is laid out as a bare repository.
+The configuration of a repository can name programs. None of them is run: no file system monitor,
+hook, filter or diff driver, and no program that fetches missing objects. Git itself refuses another
+user's repository, but not one from an archive that you have unpacked, and not a folder of a clone
+with the layout of a bare repository.
 """
 
 import os
@@ -20,11 +20,11 @@ _SETTINGS = (
     "core.fsmonitor=false",
     f"core.hooksPath={os.devnull}",
     "safe.bareRepository=explicit",  # git 2.38 and newer
-    "core.bigFileThreshold=1m",  # larger files are not compared, which takes their size many times
+    "core.bigFileThreshold=1m",  # no diff of larger files: it needs a multiple of their size
 )
 
 _ANSWER_BYTES = 64 << 20
-"""The longest answer that is read."""
+"""Byte limit of an answer."""
 
 _ERROR_BYTES = 1 << 16
 
@@ -35,13 +35,13 @@ _KEPT = (
     "GIT_CONFIG_SYSTEM",
     "GIT_DISCOVERY_ACROSS_FILESYSTEM",
 )
-"""Variables that say neither which repository is read nor which programs are run."""
+"""Variables that are kept: they select neither a repository nor programs to run."""
 
 _BEGIN, _END = "--==begin", "--==end"
-"""rev-parse prints options that it does not know as they are: marks around its answer."""
+"""Markers around an answer: rev-parse prints unknown options unchanged."""
 
 _OF_THE_USER = ("system", "global")
-"""The scopes of git's configuration that no repository writes."""
+"""The scopes of git's configuration that a repository cannot write."""
 
 _FILTER = r"^filter\..*\.(clean|smudge|process|required)$"
 
@@ -49,17 +49,17 @@ _FILTER = r"^filter\..*\.(clean|smudge|process|required)$"
 def run_git(
     folder: Path, *words: str, settings: Sequence[str] = (), limit_s: float | None = None
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a command of git in a folder and return its outputs and its exit status.
+    """Run a git command in a folder and return its outputs and its exit status.
 
     Args:
-        folder: Where git looks for the repository.
-        words: The command, which changes nothing.
-        settings: Further `key=value` of the configuration.
-        limit_s: How long git may take.
+        folder: The folder where git looks for the repository.
+        words: The command, which must be read-only.
+        settings: Further `key=value` pairs of the configuration.
+        limit_s: The time limit of git.
 
     Raises:
         OSError: git is not installed.
-        subprocess.SubprocessError: it has taken longer, or printed more than an answer has.
+        subprocess.SubprocessError: git exceeded the time limit or the size limit of an answer.
     """
     options = [word for setting in (*_SETTINGS, *settings) for word in ("-c", setting)]
     environ = {
@@ -67,9 +67,9 @@ def run_git(
         for name, value in os.environ.items()
         if not name.startswith("GIT_") or name in _KEPT
     }
-    # Objects that a partial clone lacks are not fetched.
+    # Missing objects of a partial clone are not fetched.
     environ |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
-    # Without locks: a `git commit` in another terminal must not fail because of a question.
+    # Without locks: a `git commit` in another terminal must not fail because of a query.
     argv = ["git", "--no-pager", "--no-optional-locks", *options, "-C", os.fspath(folder), *words]
     with (
         tempfile.TemporaryFile() as errors,
@@ -104,7 +104,7 @@ def run_git(
 
 
 def rev_parse(folder: Path, *words: str, limit_s: float | None = None) -> str:
-    """Return the answer of `git rev-parse`, without what a wrapper of git prints around it.
+    """Return the answer of `git rev-parse`, without the output of a git wrapper around it.
 
     Raises:
         OSError: git is not installed.
@@ -120,14 +120,14 @@ def rev_parse(folder: Path, *words: str, limit_s: float | None = None) -> str:
 
 
 def without_filters(folder: Path, *, limit_s: float | None = None) -> list[str]:
-    """Return the settings with which git runs no filter that a repository configures.
+    """Return the settings that disable the filters configured by a repository.
 
-    Filters convert the content of files when git compares it. Those of your own configuration, such
-    as Git LFS, are kept.
+    Filters convert file contents when git compares them. Filters in the user's configuration, such
+    as Git LFS, stay enabled.
 
     Raises:
         OSError: git is not installed.
-        subprocess.SubprocessError: git gives no answer that can be used.
+        subprocess.SubprocessError: git gives no usable answer.
     """
     words = ("config", "-z", "--show-scope", "--name-only", "--get-regexp", _FILTER)
     done = run_git(folder, *words, limit_s=limit_s)
@@ -146,10 +146,10 @@ def without_filters(folder: Path, *, limit_s: float | None = None) -> list[str]:
 
 
 def is_own_tree(folder: Path, *, limit_s: float | None = None) -> bool:
-    """Whether git reads the repository that a folder is in, and no other by way of it.
+    """Whether git reads only the repository that contains a folder.
 
-    `.git` can be a file or hold settings that name another repository or working tree of yours,
-    such as a private one, whose changes would be recorded.
+    `.git` can be a file or contain settings that point to another repository or working tree of
+    yours, such as a private one; its changes would be recorded.
 
     Raises:
         OSError: git is not installed.
@@ -162,7 +162,7 @@ def is_own_tree(folder: Path, *, limit_s: float | None = None) -> bool:
         return False
     if entry.is_dir() and not entry.is_symlink():
         return git == entry and not (git / "commondir").exists()
-    # A worktree's or a submodule's; the repository names the folder, too.
+    # For a worktree or a submodule, the repository also names the folder.
     try:
         back = untrusted.read_text(git / "gitdir").strip()
         return Path(back) == entry

@@ -1,8 +1,8 @@
-"""What a run has printed: from which files it is read, as they grow, and which lines are shown.
+"""The output of a run: the files that contain it, as they grow, and the lines that are shown.
 
-On Slurm one file holds what all jobs of a run print, and each attempt notes where its part begins
-(`logs/attempt-N/log`); on this machine each node of an attempt has a file (`node-K.log`). Both hold
-the lines of all ranks as torchrun passes them on: each begins with `[rank N] `.
+On Slurm one file contains the output of all jobs of a run, and each attempt records where its part
+begins (`logs/attempt-N/log`); on this machine each node of an attempt has a file (`node-K.log`).
+Both contain the lines of all ranks as torchrun forwards them: each begins with `[rank N] `.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _LINE_BYTES = 1 << 20
-"""Longer lines are shown in parts, so that a file without a line end cannot fill the memory."""
+"""Longer lines are split, so that a file without a line end cannot fill the memory."""
 
 _ATTEMPT = re.compile(r"attempt-(0|[1-9][0-9]{0,8})", re.ASCII)
 _NODE_LOG = re.compile(r"node-.*\.log", re.DOTALL)
@@ -33,31 +33,31 @@ _NOTE = re.compile(r"([0-9]{1,18}) (.+)\n", re.ASCII)
 _NOTE_BYTES = 1 << 14
 _NODES_BYTES = 1 << 20
 
-# ---- Which lines are shown
+# ---- Selection of lines
 
 _RANK = re.compile(r"\[rank (\d{1,9})\] ")
-"""What torchrun puts before the lines of a rank: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+"""torchrun's prefix of a rank's lines: see TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
 
 _TORN = re.compile(r"(\[rank \d+\] .+)\[rank \d+\] ")
-"""A line whose end torchrun has passed on by itself, with a beginning of its own: a rank under
-PYTHONUNBUFFERED writes the end by itself, and torchrun has looked in between."""
+"""A line with a second prefix before its line end. Under PYTHONUNBUFFERED a rank writes the line
+end separately; torchrun has read in between, and forwards the line end with another prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogView:
-    """Which lines of a run are wanted."""
+    """The lines of a run to show."""
 
     follow: bool = False
-    """Whether to go on until the run has ended."""
+    """Whether to continue until the run has ended."""
 
     ranks: frozenset[int] = frozenset()
-    """The ranks whose lines are wanted; all lines where it is empty."""
+    """The ranks to show; empty for all lines."""
 
     attempt: int | None = None
-    """The attempt whose lines are wanted; those of all where it is None."""
+    """The attempt to show; None for all."""
 
     def of_ranks(self, lines: Iterator[str]) -> Iterator[str]:
-        """Yield the lines of the ranks that are wanted, as the ranks have written them."""
+        """Yield the lines of the requested ranks, as the ranks have written them."""
         for line in lines:
             if line.startswith("[rank ") and (torn := _TORN.fullmatch(line)):
                 line = torn[1]
@@ -71,35 +71,35 @@ _STOP_TRACE = re.compile(
     r"|torch\.distributed\.elastic\.\S*SignalException|--- Logging error ---|Call stack:"
     r"|Message: |Arguments: |RuntimeError: reentrant call"
 )
-"""Lines of torchrun's traceback after a stop signal: its own `SignalException` looks like a failure
-but is none. The lines of several nodes may be mixed."""
+"""Lines of torchrun's traceback after a stop signal: its `SignalException` looks like a failure but
+is not. The lines of several nodes may be interleaved."""
 
 _MOST_HELD, _HELD_CHARACTERS = 50_000, 8 << 20
-"""How much of a traceback is held back; those of a thousand nodes have some 4 MB together."""
+"""How much of a traceback is buffered; the tracebacks of a thousand nodes have about 4 MB."""
 
 _STARTS = ("Traceback (most recent call last):", "--- Logging error ---")
 
 _LOG_LINE = re.compile(r"\[|[WIE]\d{4} |srun: |slurmstepd")
-"""Lines that come in between."""
+"""Lines that may appear within a traceback."""
 
 
 _NOISE = re.compile(
     r"(\[rank \d+\] )?\[W\S+ \S+ socket\.cpp:\d+\] \[c10d\] "
     r"The hostname of the client socket cannot be retrieved\. err=-?\d+"
 )
-"""A warning of c10d wherever an address has no name; nothing follows from it."""
+"""A harmless warning of c10d about an address without a host name."""
 
 _FRAME = re.compile(r"frame #\d+: .*|Exception raised from \S+ at .* \(most recent call first\):")
-"""The C++ stack of a warning of torchrun's own, as when the first node's torchrun has ended before
-the others have. Ranks' lines begin otherwise."""
+"""The C++ stack of a torchrun warning, for example after the first node's torchrun has ended before
+the others. Lines of ranks have a prefix."""
 
 
 class LogFilter:
-    """Selects the lines of a log that a view shows, each after a prefix.
+    """Selects the lines of a log that a view shows, and adds a prefix to each.
 
-    Tracebacks are held back until it is clear whether they are torchrun's of being stopped, which
-    are left out, as are c10d's warnings of addresses without a name, and the C++ stacks of
-    torchrun's warnings. Lines beyond what is held back at most are shown.
+    Tracebacks are buffered until it is clear whether they are torchrun's stop tracebacks. These are
+    left out, as are c10d's warnings about addresses without a name, and the C++ stacks of
+    torchrun's warnings. Lines beyond the buffer limit are shown.
     """
 
     def __init__(self, view: LogView, prefix: str = "") -> None:
@@ -108,7 +108,7 @@ class LogFilter:
         self._held_characters = 0
 
     def shown(self, lines: Iterable[str], *, ended: bool = False) -> Iterator[str]:
-        """Yield what is shown of the next lines; with `ended`, also what was held back."""
+        """Yield the next lines that are shown; with `ended`, also the buffered ones."""
         for line in self._view.of_ranks(self._without_stop_traces(lines, ended)):
             yield self._prefix + line
 
@@ -143,17 +143,17 @@ class Span:
     path: Path
 
     start: int = 0
-    """Its first byte."""
+    """The offset of its first byte."""
 
     end: int | None = None
-    """The byte behind its last one; None for the end of the file, which may grow."""
+    """The offset after its last byte; None for the end of the file, which may grow."""
 
     below: Path | None = None
-    """The folder from which on no part of the path may be a link; None for the file alone."""
+    """The folder below which no part of the path may be a link; None checks the file only."""
 
 
 def end_of(span: Span, most: int) -> bytes:
-    """Return the last bytes of a part of a file."""
+    """Return the last bytes of a file part."""
     with untrusted.open_untrusted(span.path, below=span.below) as file:
         size = file.seek(0, os.SEEK_END)
         end = size if span.end is None else min(span.end, size)
@@ -162,7 +162,7 @@ def end_of(span: Span, most: int) -> bytes:
 
 
 def last_objects(span: Span, most: int) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the last bytes of a file of one per line, the last one first.
+    """Yield the JSON objects, one per line, from the end of a file, the last one first.
 
     The first and the last line may be torn.
     """
@@ -178,23 +178,23 @@ def last_objects(span: Span, most: int) -> Iterator[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class Tail:
-    """How far a growing file has been read."""
+    """The read position in a growing file."""
 
     offset: int = 0
     """The next byte."""
 
     torn: bytearray = field(default_factory=bytearray, repr=False)
-    """The beginning of a line whose end has not been written yet."""
+    """The beginning of a line that is not yet complete."""
 
     def new_lines(
         self, path: Path, end: int | None = None, below: Path | None = None
     ) -> Iterator[str]:
-        """Yield the whole lines that have come since, up to the byte `end`; `below` as in `Span`.
+        """Yield the complete new lines, up to the byte `end`; `below` as in `Span`.
 
         Raises:
-            LauncherError: the file cannot be read, or is none.
+            LauncherError: the file cannot be read, or is not a regular file.
         """
-        # Opened anew each time: on network file systems only that shows what others have written.
+        # Reopened each time: network file systems show other clients' writes only after an open.
         try:
             file = untrusted.open_untrusted(path, below=below)
         except FileNotFoundError:
@@ -218,20 +218,20 @@ class Tail:
                     yield from self.last_words()
 
     def last_words(self) -> Iterator[str]:
-        """Yield the rest of a file that does not end with a newline."""
+        """Yield the last line of a file that does not end with a newline."""
         if self.torn:
             yield self.torn.decode(errors="replace")
             self.torn = bytearray()
 
 
 class _Tails:
-    """How far the files of a run have been read."""
+    """The read positions in the files of a run."""
 
     def __init__(self) -> None:
         self._tails: dict[Path, Tail] = {}
 
     def new_lines(self, spans: Iterable[Span], *, ended: bool) -> Iterator[str]:
-        """Yield the lines since the last call; with `ended`, also those without a line end."""
+        """Yield the lines since the last call; with `ended`, also an incomplete last line."""
         for span in spans:
             tail = self._tails.setdefault(span.path, Tail(offset=span.start))
             yield from tail.new_lines(span.path, span.end, span.below)
@@ -247,13 +247,13 @@ def follow_files(
     pause_s: float = 0.2,
     ask_every_s: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines of growing files as they come, until `ended` and all is read.
+    """Yield the lines of growing files as they come, until `ended` and all files are read.
 
     Args:
         find: Returns the spans to read; called repeatedly, since new files appear.
         ended: Whether nothing more will be written.
         pause_s: How long to wait when there is nothing new.
-        ask_every_s: How long to wait at least between two questions whether it has ended.
+        ask_every_s: The minimum time between two calls of `ended`.
     """
     tails = _Tails()
     asked_s, last_round = float("-inf"), False
@@ -269,18 +269,18 @@ def follow_files(
             time.sleep(pause_s)
 
 
-# ---- Where the lines of the attempts stand
+# ---- Log locations of the attempts
 
 
 def modified_at(path: Path) -> float:
-    """Return when a file or folder was last changed, in seconds since 1970; 0 without one."""
+    """Return when a file or folder was last changed, in seconds since 1970; 0 if it is missing."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def nodes_of(attempt: Path) -> list[str]:
-    """Return the names of an attempt's nodes by their numbers; none where they are not written."""
+    """Return an attempt's node names in node order; an empty list if they are not recorded."""
     with contextlib.suppress(OSError):
         path = attempt / "nodes"
         return untrusted.read_text(path, limit=_NODES_BYTES, below=attempt.parents[1]).split()
@@ -299,7 +299,7 @@ def attempt_numbers(run_dir: Path) -> list[int]:
 
 
 def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
-    """Return where an attempt's lines stand; none if it has not started."""
+    """Return the file parts with an attempt's lines; none if it has not started."""
     folder = run_dir / "logs" / f"attempt-{attempt}"
     if (own := _noted(folder)) is None:
         return _of_nodes(folder, run_dir)
@@ -311,9 +311,9 @@ def attempt_spans(run_dir: Path, attempt: int) -> list[Span]:
 
 
 def all_spans(run_dir: Path, first: Path) -> list[Span]:
-    """Return where the lines of all attempts stand, beginning with the file `first`.
+    """Return the file parts with the lines of all attempts, beginning with the file `first`.
 
-    A run that was continued by hand (`sbatch FILE RUN_DIR continue`) prints to another file.
+    A manually continued run (`sbatch FILE RUN_DIR continue`) prints to another file.
     """
     below = next((p for p in (run_dir, run_dir.parent) if first.is_relative_to(p)), None)
     noted: dict[Path, Span] = {first: Span(path=first, below=below)}
@@ -327,7 +327,7 @@ def all_spans(run_dir: Path, first: Path) -> list[Span]:
 
 
 def spans_of(run_dir: Path, view: LogView, first: Path) -> list[Span]:
-    """Return where the lines of the view's attempt stand, or of all, beginning with `first`."""
+    """Return the file parts of the view's attempt, or of all, beginning with `first`."""
     if view.attempt is None:
         return all_spans(run_dir, first)
     return attempt_spans(run_dir, view.attempt)
@@ -341,10 +341,10 @@ def read_run(
     ended: Callable[[], bool],
     **pace: float,
 ) -> Iterator[str]:
-    """Yield the lines of a run that the view shows; the other arguments are `follow_files`' own.
+    """Yield the lines of a run that the view shows; `follow_files` gets the other arguments.
 
     Raises:
-        InputError: the attempt does not exist, and does not come any more.
+        InputError: the attempt does not exist, and will not start.
     """
     if view.attempt is not None and not view.follow:
         numbers = attempt_numbers(run_dir)
@@ -356,9 +356,9 @@ def read_run(
 
 
 def _noted(folder: Path) -> tuple[int, str] | None:
-    """Return what an attempt on Slurm has noted: where its lines begin, and in which file."""
+    """Return the log position recorded by an attempt on Slurm: the offset and the file."""
     path = folder / "log"
-    # Most attempts on other sites have none, and one look costs less than an opening.
+    # Most attempts on other sites have no such file, and lexists costs less than an open.
     with contextlib.suppress(OSError, ValueError):
         if not os.path.lexists(path):
             return None
@@ -371,20 +371,20 @@ def _noted(folder: Path) -> tuple[int, str] | None:
 def _note(path: Path) -> tuple[int, str]:
     text = untrusted.read_text(path, limit=_NOTE_BYTES, below=path.parents[2])
     if (note := _NOTE.fullmatch(text)) is None or "\0" in text:
-        raise ValueError("it is being written")  # which is not kept
+        raise ValueError("it is being written")  # exceptions are not cached
     return int(note[1]), note[2]
 
 
 def _here(name: str, run_dir: Path, attempt: Path) -> Span | None:
-    """Return where a log lies that an attempt has noted; None where the note is not believed.
+    """Return the location of a log that an attempt has recorded; None if it is not trusted.
 
-    The run directory may be a mirror of another. A log outside of the run directory, as of a job
-    that was submitted by hand, is read only if the note and the log belong to this user and no
-    other user may write the note: otherwise a note could have any file shown as the run's log.
+    The run directory may be a mirror of another. A log outside the run directory, such as that of a
+    manually submitted job, is read only if the record and the log belong to this user and no other
+    user can write the record: otherwise the record could expose any file as the run's log.
     """
     path = Path(name)
     if path.parent.name == "logs":
-        for parent in (run_dir, run_dir.parent):  # that of a point lies in the sweep's directory
+        for parent in (run_dir, run_dir.parent):  # a point's log is in the sweep's directory
             if (parent / "logs" / path.name).exists():
                 return Span(path=parent / "logs" / path.name, below=parent)
     if path.is_relative_to(run_dir):
@@ -404,7 +404,7 @@ def _of_nodes(folder: Path, run_dir: Path) -> list[Span]:
 
 
 def by_number(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the numbers in them.
+    """Return names sorted by the numbers in them.
 
     >>> by_number(["node-10.log", "node-9.log"])
     ['node-9.log', 'node-10.log']
@@ -414,22 +414,22 @@ def by_number(names: Iterable[str]) -> list[str]:
 
 # ---- Sweeps: the lines of all points in one stream, each after its point's name
 #
-# There may be thousands of points. So files are opened only where something may have been written:
-# those of points that run, and once more when a point has ended.
+# There may be thousands of points, so only files that may have changed are opened: those of running
+# points, and once more when a point has ended.
 
 _BUSY = 5
-"""Of so many parts of the time, asking where the points stand takes one at most."""
+"""Status queries of the points take at most one part in this many of the time."""
 
 _PAUSE_S = 0.5
 _PAUSE_PER_POINT_S = 0.005
-"""How long to wait when there is nothing new; more points are looked at less often."""
+"""Pause when there is nothing new; it grows with the number of points."""
 
 Spans = Mapping[str, Callable[[LogView], list[Span]]]
-"""Returns where the lines of a point stand, by its URI."""
+"""Functions that return the file parts of a point's log, by the point's URI."""
 
 
 class _PointLog:
-    """How far a point's log has been read."""
+    """The read position in a point's log."""
 
     def __init__(self, point: "Run", view: LogView, spans: Spans) -> None:
         self._find = functools.partial(spans[point.uri], view)
@@ -437,12 +437,12 @@ class _PointLog:
         self._tails = _Tails()
 
     def new_lines(self, *, ended: bool = False) -> Iterator[str]:
-        """Yield the lines since the last call; all that is left if the point has `ended`."""
+        """Yield the lines since the last call; all remaining lines if the point has `ended`."""
         return self._filter.shown(self._tails.new_lines(self._find(), ended=ended), ended=ended)
 
 
 def read_points(points: "Sequence[Run]", view: LogView, spans: Spans) -> Iterator[str]:
-    """Yield what the points have printed, one after the other."""
+    """Yield the output of the points, one point after the other."""
     for point in points:
         yield from _PointLog(point, view, spans).new_lines(ended=True)
 
@@ -455,9 +455,9 @@ def follow_points(
     *,
     ask_every_s: float = 3.0,
 ) -> Iterator[str]:
-    """Yield what the points print as it comes, until all have ended.
+    """Yield the output of the points as it comes, until all have ended.
 
-    Each answer of the scheduler, at most one in `ask_every_s`, is handed to `on_status`.
+    `on_status` gets each answer of the scheduler, at most one per `ask_every_s` seconds.
     """
     logs = {point.uri: _PointLog(point, view, spans) for point in sweep.points}
     states: dict[str, RunState] = {}
@@ -475,7 +475,7 @@ def follow_points(
             elif status.state is not RunState.PENDING:
                 busy.append(log)
             elif states.get(point.uri) is not RunState.PENDING:
-                yield from log.new_lines()  # lines from before it was requeued
+                yield from log.new_lines()  # lines from before a requeue
             states[point.uri] = status.state
         if not logs:
             return

@@ -1,4 +1,4 @@
-"""The points of a sweep: `points.jsonl` of its run directory, in their order."""
+"""The points of a sweep, in order, from `points.jsonl` in its run directory."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from toolkit.text import untrusted
 
 _POINTS, _VERSION, _BYTES = "points.jsonl", 1, 64 << 20
 _NAME = re.compile(r"(?!\.)[^/\x00-\x1f]{1,255}")
-"""A point's name is that of its folder in the sweep's run directory."""
+"""The name of a point, and of its folder in the sweep's run directory."""
 
 
 def record_of_point(whole: RunRecord, index: int, folder: str) -> RunRecord:
-    """Return the record of a point, by that of its sweep."""
+    """Return the record of a point, derived from its sweep's record."""
     assert whole.run_dir is not None
     return replace(
         whole,
@@ -30,7 +30,7 @@ def record_of_point(whole: RunRecord, index: int, folder: str) -> RunRecord:
 
 
 def write_points(run_dir: Path, points: Sequence[Point]) -> None:
-    """Write which points a sweep has.
+    """Write the points of a sweep.
 
     Raises:
         LauncherError: they cannot be written.
@@ -54,17 +54,17 @@ def has_points(run_dir: Path | None) -> bool:
 
 
 def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]:
-    """Return name and settings of each point of a sweep; none where the run is none.
+    """Return name and settings of each point; empty if the run is not a sweep.
 
     Raises:
-        LauncherError: one of them cannot be read: the points after it would be taken for others.
+        LauncherError: a point cannot be read, so the points after it would get wrong indices.
     """
     if run_dir is None or not has_points(run_dir):
         return []
     try:
         lines = untrusted.read_bytes(run_dir / _POINTS, limit=_BYTES).split(b"\n")
         points = [_point(line) for line in lines if line]
-        if not points:  # a sweep has one at least
+        if not points:  # a sweep has at least one
             raise ValueError(_POINTS)
         return points
     except (OSError, ValueError) as error:

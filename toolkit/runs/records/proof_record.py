@@ -1,4 +1,4 @@
-"""What `train` has recorded of its proof that a run trains as one process does: `proof.json`."""
+"""`proof.json`: the record of `train` about its proof that a run trains as one process does."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from toolkit.runs.records.record_version import require_known
 from toolkit.text import control, untrusted
 
 _LONGEST = 500
-"""Characters of a reason that are shown."""
+"""Character limit of a displayed reason."""
 
 
 def exceptions_of(folder: Path) -> str | None:
-    """Return which differences to one process are accepted, or why there is no proof.
+    """Return the accepted differences to one process, or why the proof is missing.
 
-    None where the run trains as one process does, or has recorded nothing.
+    None if the run trains as one process does, or has no record.
 
     Raises:
-        NewerFormat: the record is of a version that is not known here.
+        NewerFormat: the record has an unknown version.
     """
     try:
         content = untrusted.read_json(folder / "proof.json")

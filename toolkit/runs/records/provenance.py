@@ -1,4 +1,4 @@
-"""What a run was made from: the project's commit and its changes, and the versions that submit it.
+"""The provenance of a run: the project's commit and changes, and the versions at the submission.
 
 The ranks' own versions, nodes and GPUs are in the run directory: the event `environment`.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 _DIFF_BYTES = 64 << 10
-"""The largest diff that is kept."""
+"""Byte limit of a diff that is kept."""
 
 _GIT_S = 5.0
-"""How long git may take; in a large working tree on a slow disk, a run is submitted without it."""
+"""Time limit of git; with a large working tree on a slow disk, a run is submitted without it."""
 
 _EVENTS_BYTES = 1 << 30
 _LINE_BYTES = 1 << 22
 
 
 def collect(folder: Path | None = None) -> dict[str, Any]:
-    """Return the provenance of a run that is submitted now, as `launch.json` holds it.
+    """Return the provenance of a run that is submitted now, for `launch.json`.
 
     Args:
         folder: The project; by default the current folder.
@@ -46,7 +46,7 @@ def collect(folder: Path | None = None) -> dict[str, Any]:
 def _git_state(folder: Path) -> dict[str, Any]:
     """Return commit, branch and changes of a working tree; empty without a tree, or without git.
 
-    Changes within a submodule do not count before they are committed there.
+    Changes within a submodule count only after they are committed there.
     """
     try:
         if not is_own_tree(folder, limit_s=_GIT_S):
@@ -54,8 +54,8 @@ def _git_state(folder: Path) -> dict[str, Any]:
         commit = rev_parse(folder, "HEAD", limit_s=_GIT_S)
         branch = rev_parse(folder, "--abbrev-ref", "HEAD", limit_s=_GIT_S)
         settings = without_filters(folder, limit_s=_GIT_S)
-        own = "--ignore-submodules=dirty"  # a submodule has a configuration of its own
-        # With -z: a line may be printed by a wrapper of git.
+        own = "--ignore-submodules=dirty"  # a submodule has a separate configuration
+        # With -z, because a git wrapper may print other lines.
         changed = "\0" in _git(folder, "status", "--porcelain", "-z", own, settings=settings)
         state: dict[str, Any] = {"commit": commit, "branch": branch, "dirty": changed}
         if changed:
@@ -78,10 +78,10 @@ def _git(folder: Path, *words: str, settings: Sequence[str] = ()) -> str:
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
-    """Return what the newest start of the ranks has recorded about its versions and nodes.
+    """Return the versions and nodes that the newest start of the ranks has recorded.
 
     Raises:
-        NewerFormat: a record is of a version that is not known here.
+        NewerFormat: a record has an unknown version.
     """
     newest: dict[str, Any] = {}
     for value in untrusted.stream_json(
@@ -100,7 +100,7 @@ def origin_of(run: "Run") -> dict[str, Any]:
     """Return the content of `toolkit show`."""
     made = dict(run.record.provenance)
     folder = run.run_dir
-    if folder is not None:  # the list of runs has no diffs
+    if folder is not None:  # the list of runs does not contain diffs
         with contextlib.suppress(OSError, ValueError, NewerFormat):
             launch = untrusted.mapping(untrusted.read_json(folder / "launch.json"))
             made |= untrusted.mapping(require_known(launch, "launch.json").get("provenance"))

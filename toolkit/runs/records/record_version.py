@@ -1,4 +1,4 @@
-"""The version of what runs write: a record of another one is refused in one line."""
+"""The format version of run records: a record with another version is refused in one line."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from toolkit.errors import NewerFormat
 from toolkit.text import untrusted
 
 VERSION = 1
-"""The version that is read; see docs/reference/formats.md."""
+"""The supported version; see docs/reference/formats.md."""
 
 
 def require_known(record: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a record of the file `name`, if its version is known; one without a version is of 1.
+    """Return a record of the file `name` if its version is known; the default version is 1.
 
     Raises:
-        NewerFormat: it is of another version, and its keys may mean anything.
+        NewerFormat: the record has another version, so its keys may have other meanings.
     """
     if (version := record.get("version", VERSION)) != VERSION:
         number = untrusted.whole(version)

@@ -1,6 +1,6 @@
-"""Which runs there are: one line per submitted run, for this user on this machine.
+"""The list of runs: one line per submitted run, for this user on this machine.
 
-The schedulers forget ended jobs within minutes; this file and the run directories do not.
+Schedulers forget ended jobs within minutes; this file and the run directories keep them.
 """
 
 import contextlib
@@ -25,42 +25,42 @@ _WORD = 4096
 OBJECT_URI = re.compile(
     r"k8s://(?P<namespace>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)/(?P<name>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)"
 )
-"""The URI of a run in a namespace of a Kubernetes cluster, submitted from here or not."""
+"""The URI of a run in a Kubernetes namespace, submitted from here or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What must be known to open a run again."""
+    """The data needed to reopen a run."""
 
     uri: str
-    """Where it runs."""
+    """The URI, which names the site and the run."""
 
     name: str
     job: str
     """The job's name."""
 
     profile: Mapping[str, Any]
-    """The profile it was submitted with, as a profile file holds it."""
+    """The profile at the submission, in the form of a profile file."""
 
     created: float
     """When it was submitted, in seconds since 1970."""
 
     run_dir: Path | None = None
-    """The run directory, where this machine can see it; the mirror of one that is on a host."""
+    """The run directory, if this machine can see it; the local mirror of one on another host."""
 
     remote_dir: str | None = None
-    """The run directory's path on that host; None where this machine sees the directory itself."""
+    """The run directory's path on that host; None if this machine sees the directory itself."""
 
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Commit, changes and versions at the submission (toolkit/runs/records/provenance.py); empty in
-    records of older versions."""
+    records from older versions."""
 
     believed: bool = True
-    """Whether the record is this user's own; that of a run directory that was opened by its path
-    may be anybody's, and is shown, never acted upon."""
+    """Whether the record is trusted as this user's own. The record of a run directory opened by its
+    path may be anybody's, so it is shown but never acted on."""
 
     problem: str = ""
-    """Why the run cannot be queried; empty where all is known."""
+    """Why the run cannot be queried; empty if it can."""
 
     @property
     def address(self) -> tuple[str, str, str]:
@@ -81,12 +81,12 @@ class RunRecord:
 
     @property
     def remote(self) -> str:
-        """`HOST:PATH` of a run directory that is on another host; else empty."""
+        """`HOST:PATH` of a run directory on another host; else empty."""
         host = str(self.profile.get("via") or "").partition(" ")[2]
         return f"{host}:{self.remote_dir}" if self.remote_dir else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as it is stored, without keys that only machines with mirrors know."""
+        """Return the record as it is stored, without keys that only machines with mirrors set."""
         data = asdict(self) | {"version": _VERSION, "run_dir": self.run_dir and str(self.run_dir)}
         del data["believed"], data["problem"]
         return {k: v for k, v in data.items() if k != "remote_dir" or v is not None}
@@ -102,7 +102,7 @@ def _file(environ: Mapping[str, str], name: str = "runs.jsonl") -> Path:
 
 
 def check(*, environ: Mapping[str, str] = os.environ) -> None:
-    """Make sure that a run can be remembered, before it is submitted.
+    """Make sure that a run can be recorded, before it is submitted.
 
     Raises:
         LauncherError: the user's list cannot be written.
@@ -121,13 +121,13 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
     """Record a run, in the user's list and in its run directory.
 
     Raises:
-        LauncherError: nothing can be written there.
+        LauncherError: the record cannot be written.
     """
     line = json.dumps(run.as_json())
     git = {key: value for key, value in run.provenance.get("git", {}).items() if key != "diff"}
     listed = replace(run, provenance={**run.provenance, "git": git}) if git else run
     try:
-        # The user's list first: it may lie on another disk than a run directory that is full.
+        # The user's list first: it may be on another disk than a full run directory.
         append(_file(environ), json.dumps(listed.as_json()))  # in a long list, no diffs
         if run.run_dir is not None:
             untrusted.write_bytes(run.run_dir / "launch.json", f"{line}\n".encode())
@@ -137,12 +137,11 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
 
 
 def records(*, environ: Mapping[str, str] = os.environ) -> Iterator[RunRecord]:
-    """Yield every run that was submitted, oldest first, and pass over lines that are no record.
+    """Yield every submitted run, oldest first; lines that are not a record are skipped.
 
-    Runs whose submission was interrupted, and whose outcome is unknown, stand among the others by
-    their time.
+    Interrupted submissions with an unknown outcome are included in order of time.
     """
-    # First: a submission that is finished meanwhile is then in the list, if not in the journal.
+    # Read the journal first: a submission that finishes meanwhile is then in the list.
     cut_short = [
         parse(data.get("record")) for data in submission_journal.orphans(intents_folder(environ))
     ]
@@ -162,12 +161,12 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
     """Return the run with this URI, name, or run directory.
 
     Args:
-        name: One of these.
-        trust: Whether to believe a run directory that is not in the user's list.
-        environ: Where the user's list of runs is looked for.
+        name: The URI, name or run directory.
+        trust: Whether to trust a run directory that is not in the user's list.
+        environ: The variables that locate the user's list of runs.
 
     Raises:
-        RunNotFound: there is none.
+        RunNotFound: the run does not exist.
     """
     all_records = list(records(environ=environ))
     for run in reversed(all_records):
@@ -181,7 +180,7 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
                 return run
         record = parse(untrusted.read_json(folder / "launch.json", limit=_RECORD_BYTES))
         if record is not None:
-            # The run directory is the one that was opened, even if its files name another.
+            # The opened directory is the run directory, even if its files name another.
             return replace(record, run_dir=folder, remote_dir=None, believed=trust)
     latest = ", ".join(run.name for run in all_records[-3:])
     hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
@@ -191,7 +190,7 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
 def find_point(
     name: str, *, trust: bool = False, environ: Mapping[str, str] = os.environ
 ) -> tuple[RunRecord, str | None]:
-    """Return a run, or a sweep and which of its points: `RUN_7`, or `RUN/NAME` of the point.
+    """Return a run, or a sweep and the key of a point: `RUN_7`, or `RUN/NAME` of the point.
 
     The arguments and errors are those of `find`.
     """
@@ -199,7 +198,7 @@ def find_point(
         return find(name, trust=trust, environ=environ), None
     except RunNotFound:
         whole = name.rstrip("/")
-        for separator in ("_", "-", "/"):  # RUN-7 is what Kubernetes calls a point
+        for separator in ("_", "-", "/"):  # Kubernetes names a point RUN-7
             sweep, separated, point = whole.rpartition(separator)
             if separated and (separator == "/" or point.isdecimal()):
                 with contextlib.suppress(RunNotFound):
@@ -208,7 +207,7 @@ def find_point(
 
 
 def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Record that a run was cancelled, for schedulers that keep no trace of a cancellation."""
+    """Record that a run was cancelled, for schedulers that do not record a cancellation."""
     with contextlib.suppress(OSError):  # a full disk must not keep a job running
         append(_file(environ, "cancelled"), uri)
 
@@ -222,7 +221,7 @@ def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Take back that a run was cancelled, since it is submitted again."""
+    """Remove the record of a run's cancellation, because the run is resubmitted."""
     path = _file(environ, "cancelled")
     with contextlib.suppress(OSError):
         lines = untrusted.read_text(path, limit=_BYTES).splitlines()
@@ -231,10 +230,10 @@ def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> 
 
 
 def parse(data: Any) -> RunRecord | None:
-    """Return a record that `as_json` has written; None if the line does not describe a run.
+    """Return a record written by `as_json`; None if the line does not describe a run.
 
-    A record that names a run and is not understood otherwise, such as that of a newer version, has
-    its `problem`.
+    A record that names a run but is otherwise not understood, for example from a newer version, has
+    a `problem`.
     """
     content = untrusted.mapping(data)
     uri, name, job = (_word(content.get(key)) for key in ("uri", "name", "job"))
@@ -279,6 +278,6 @@ def _is_path(text: str) -> bool:
 
 
 def _word(value: Any) -> str:
-    """Return a text that can stand in a line; else an empty one."""
+    """Return the text if it fits in one line; else an empty text."""
     good = isinstance(value, str) and len(value) <= _WORD and control.printable(value) == value
     return value if good and "\n" not in value else ""

@@ -1,4 +1,4 @@
-"""The run directory as the launchers write and read it; docs/reference/run-directory.md has it all.
+"""The run directory as the launchers write and read it; see docs/reference/run-directory.md.
 
 Files that a training script does not write (outcome, metrics) are missing from the report.
 """
@@ -31,26 +31,26 @@ from toolkit.text.yaml_reader import write_document
 _CANCEL = "cancel_requested"
 
 _NOT_OTHERS = 0o755
-"""What folders may at most be: their owner's to write."""
+"""The maximum folder mode: only the owner can write."""
 
 _OUTCOME_BYTES = 1 << 20
 _REASON = 4000
-"""Characters of a reason that are shown."""
+"""Character limit of a displayed reason."""
 
 _REASON_BYTES, _STATUS_BYTES = 1 << 16, 16
 _LAST_BYTES = 1 << 16
-"""How much is read of what a run leaves; its newest figures stand in the last of them."""
+"""How much of a file's end is read; it contains the newest figures."""
 
 _METRICS_BYTES, _LINE_BYTES = 1 << 30, 1 << 16
-"""How much of the curves is read, those of millions of steps, and the longest record."""
+"""Read limit of the metrics (millions of steps), and byte limit of a record."""
 
 _MOST_FIGURES, _FIGURE = 40, 40
-"""How many figures of a step are shown, and the characters of a name or value."""
+"""Limit of displayed figures per step, and character limit of a name or value."""
 
 PLACE = frozenset(
     {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
 )
-"""What a record of `metrics.jsonl` has beside what it has measured."""
+"""The keys of a `metrics.jsonl` record that are not metrics."""
 
 
 _OUTCOMES = {
@@ -63,28 +63,28 @@ _OUTCOMES = {
 
 _WORDS = {
     "cancelled": RunState.CANCELLED,
-    "fatal": RunState.FAILED,  # a start that was ended for it may have called itself preempted
+    "fatal": RunState.FAILED,  # a start that it stopped may have recorded preempted
     "gave_up": RunState.FAILED,
     "no_progress": RunState.FAILED,
     "retryable": RunState.FAILED,  # a failure on another node stops ranks as a preemption does
-    "terminated": RunState.CANCELLED,  # no attempt has followed, as one does after a preemption
+    "terminated": RunState.CANCELLED,  # no attempt has followed, unlike after a preemption
 }
-"""What the first word of an attempt's reason knows better than the outcome."""
+"""States by the first word of an attempt's reason, which overrides the outcome."""
 
 STOP_WORDS = ("cancelled", "terminated", "walltime")
-"""First words for a signal that the script was sent; the ranks may have failed all the same."""
+"""First words for a signal sent to the script; the ranks may have failed nevertheless."""
 
 _OVER = ("done", "fatal", "cancelled", "no_progress", "gave_up")
-"""First words after which the next job of a chain ends at once; as in train.sbatch.j2."""
+"""First words after which the next job of a chain ends immediately, as in train.sbatch.j2."""
 
 
 def make(parent: Path, name: str) -> Path:
-    """Make a new run directory with its `logs/` and return its absolute path.
+    """Create a new run directory with its `logs/` and return its absolute path.
 
-    Only the owner may write there, for any umask: its files decide which commands run.
+    Only the owner can write there, whatever the umask: its files decide which commands run.
 
     Raises:
-        LauncherError: it exists, or cannot be made.
+        LauncherError: it exists, or cannot be created.
     """
     run_dir = parent.absolute() / name
     try:
@@ -109,7 +109,7 @@ def write_inputs(
 ) -> None:
     """Write the resolved job file and the rendered script.
 
-    `files` is what else the job finds there, by its path below the run directory.
+    `files` are further files for the job, by path below the run directory.
 
     Raises:
         LauncherError: they cannot be written.
@@ -127,7 +127,7 @@ def write_inputs(
 
 
 def require_own(path: Path) -> None:
-    """Make sure that only this user can have written a file or folder that decides what runs.
+    """Make sure that only this user can have written a file or folder that affects execution.
 
     Raises:
         LauncherError: it is missing, is a link, belongs to another user, or is writable by others.
@@ -151,7 +151,7 @@ def require_own(path: Path) -> None:
 
 
 def outcome(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the outcome that the training has written, or None without one of a known version."""
+    """Return the outcome written by the training, or None without one of a known version."""
     with contextlib.suppress(NewerFormat):
         return _known_outcome(run_dir)
     return None
@@ -161,7 +161,7 @@ def _known_outcome(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the outcome, or None without one.
 
     Raises:
-        NewerFormat: it is of a version that is not known here.
+        NewerFormat: it has an unknown version.
     """
     try:
         content = untrusted.read_json(f"{run_dir}/outcome.json", limit=_OUTCOME_BYTES)
@@ -171,14 +171,14 @@ def _known_outcome(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def request_cancel(run_dir: Path) -> None:
-    """Leave a file by which a later status distinguishes a cancelled run from a failed one."""
+    """Write a marker file that distinguishes a cancelled run from a failed one."""
     with contextlib.suppress(OSError):  # a full disk must not keep a run alive
         untrusted.write_bytes(run_dir / _CANCEL, b"")
-        os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may be there, from an earlier time
+        os.utime(run_dir / _CANCEL, follow_symlinks=False)  # it may exist from an earlier call
 
 
 def withdraw_cancel(run_dir: Path) -> None:
-    """Take the mark back, since the run is to go on."""
+    """Remove the marker file, because the run will continue."""
     with contextlib.suppress(OSError):
         (run_dir / _CANCEL).unlink(missing_ok=True)
 
@@ -189,9 +189,9 @@ def cancel_requested(run_dir: Path) -> bool:
 
 
 def ended_status(run_dir: Path) -> RunStatus:
-    """Return the status of a run that has ended, from the files in its run directory.
+    """Return the status of an ended run, from the files in its run directory.
 
-    An outcome of a newer version counts as none, and the reason says so.
+    An outcome of a newer version is ignored, and the reason states the version.
     """
     try:
         return _status_by(_known_outcome(run_dir) or {}, run_dir)
@@ -204,13 +204,13 @@ def ended_status(run_dir: Path) -> RunStatus:
 def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
     attempt = untrusted.whole(content.get("attempt"))
     if content.get("status") == "done" and attempt is not None:
-        # Most runs of a long list: two files are looked up by name, and no folder is listed.
+        # The case of most runs in a long list: two lookups by name, without listing a folder.
         own, later = (f"{run_dir}/logs/attempt-{number}" for number in (attempt, attempt + 1))
         if os.path.exists(own) and not os.path.exists(later):  # noqa: PTH110
             return RunStatus(state=RunState.SUCCEEDED)
     numbers = attempt_numbers(run_dir)
     if numbers and content.get("attempt") != numbers[-1]:
-        content = {}  # an earlier attempt's; the newest one has recorded none
+        content = {}  # from an earlier attempt; the newest one has no outcome
     state = _OUTCOMES.get(str(content.get("status")))
     if state is RunState.SUCCEEDED:
         return RunStatus(state=state)
@@ -236,29 +236,29 @@ def _status_by(content: Mapping[str, Any], run_dir: Path) -> RunStatus:
 
 
 def changed_at(run_dir: Path) -> float:
-    """Return the newest time at which a start, an end or a cancellation was recorded here."""
+    """Return the time of the newest recorded start, end or cancellation."""
     places = [run_dir / name for name in ("logs", "jobs.jsonl", "outcome.json", _CANCEL)]
     return max(map(modified_at, [*places, *attempt_folders(run_dir)[-1:]]))
 
 
 def has_attempts(run_dir: Path) -> bool:
-    """Whether it has ever started."""
+    """Whether the run has ever started."""
     return bool(attempt_numbers(run_dir))
 
 
 def is_over(run_dir: Path) -> bool:
-    """Whether the newest attempt has ended for good, even if jobs of a chain still wait."""
+    """Whether the newest attempt has ended the run, even if jobs of a chain are still pending."""
     return newest_reason(run_dir).word in _OVER
 
 
 class Reason(NamedTuple):
-    """Why an attempt ended, as the retry policy has written it."""
+    """Why an attempt ended, as written by the retry policy."""
 
     word: str
-    """The policy's word, such as `fatal`."""
+    """The policy's status, such as `fatal`."""
 
     text: str
-    """The sentence for people: how the attempt ended, why, and what follows."""
+    """The sentence for users: how the attempt ended, why, and what happens next."""
 
 
 def reason_of(attempt: Path) -> Reason:
@@ -272,7 +272,7 @@ def reason_of(attempt: Path) -> Reason:
 
 
 def newest_reason(run_dir: Path) -> Reason:
-    """Return the newest attempt's reason; empty texts where it has none."""
+    """Return the newest attempt's reason; empty texts if it has none."""
     attempts = attempt_folders(run_dir)
     return reason_of(attempts[-1]) if attempts else Reason("", "")
 
@@ -292,7 +292,7 @@ def ended_silently(run_dir: Path) -> bool:
 
 
 def reason_did_not_fit(run_dir: Path) -> bool:
-    """Whether the newest attempt's reason is empty, since the disk was full."""
+    """Whether the newest attempt's reason is empty because the disk was full."""
     attempts = attempt_folders(run_dir)
     with contextlib.suppress(OSError):
         return bool(attempts) and os.lstat(attempts[-1] / "reason").st_size == 0
@@ -300,7 +300,7 @@ def reason_did_not_fit(run_dir: Path) -> bool:
 
 
 def exit_status_of(attempt: Path) -> int | None:
-    """Return the exit status of an attempt; None while it has not written one."""
+    """Return the exit status of an attempt; None until it is written."""
     with contextlib.suppress(OSError, ValueError):
         path = attempt / "exit_status"
         return int(untrusted.read_text(path, limit=_STATUS_BYTES, below=attempt.parents[1]))
@@ -308,7 +308,7 @@ def exit_status_of(attempt: Path) -> int | None:
 
 
 def _exit_status(run_dir: Path) -> tuple[RunState, str]:
-    """Go by the exit status of the newest attempt, where the training wrote no outcome."""
+    """Return state and reason by the newest attempt's exit status, without an outcome."""
     attempts = attempt_folders(run_dir)
     status = exit_status_of(attempts[-1]) if attempts else None
     if status is None:
@@ -325,13 +325,13 @@ def _exit_status(run_dir: Path) -> tuple[RunState, str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return one row per step, in the order of the steps; none where nothing was measured.
+    """Return one row per step, in the order of the steps; empty without records.
 
-    Training and evaluation records of a step make one row. Steps that were made again after a
-    failure count once: a new start voids what earlier ones have written from its first step on.
+    Training and evaluation records of a step form one row. Steps repeated after a failure count
+    once: a new start invalidates earlier records from its first step on.
 
     Raises:
-        NewerFormat: a record is of a version that is not known here.
+        NewerFormat: a record has an unknown version.
     """
     rows: list[dict[str, Any]] = []
     for record in recorded_metrics(run_dir):
@@ -350,7 +350,7 @@ class MetricRecord(NamedTuple):
     attempt: int
     restart: int
     opens_start: bool
-    """Whether it is the first record of a start of the ranks."""
+    """Whether it is the first record of a rank start."""
     values: Mapping[str, Any]
     """The whole record."""
 
@@ -361,10 +361,10 @@ class MetricRecord(NamedTuple):
 
 
 def recorded_metrics(run_dir: Path) -> Iterator[MetricRecord]:
-    """Yield the records of a run; lines may be torn by a kill, or just being written.
+    """Yield the records of a run; lines may be truncated by a kill, or incomplete.
 
     Raises:
-        NewerFormat: a record is of a version that is not known here.
+        NewerFormat: a record has an unknown version.
     """
     path = run_dir / "metrics.jsonl"
     return metric_records(untrusted.stream_json(path, limit=_METRICS_BYTES, line_limit=_LINE_BYTES))
@@ -376,12 +376,12 @@ def metric_records(lines: Iterable[object]) -> Iterator[MetricRecord]:
 
 
 class MetricReader:
-    """Reads the records of `metrics.jsonl` in their order, and tells the starts of ranks apart.
+    """Reads the records of `metrics.jsonl` in order, and detects each start of the ranks.
 
-    Attempt and restart do not tell starts apart: torchrun counts no restart when its members
-    change, and after that rank 0 may be on a node whose torchrun has counted fewer. A start is
-    taken to begin where these numbers differ from those of the record before, and where a step
-    comes again. Records of an attempt that a newer one has followed are left out.
+    Attempt and restart do not identify a start: torchrun counts no restart when its members
+    change, and rank 0 may then be on a node where torchrun has a lower restart count. A start
+    begins when these numbers differ from those of the previous record, or when a step is repeated.
+    Records of an attempt after those of a newer attempt are left out.
     """
 
     def __init__(self) -> None:
@@ -389,10 +389,10 @@ class MetricReader:
         self._recorded: set[str] = set()  # of the last step
 
     def read(self, line: object) -> MetricRecord | None:
-        """Return the record in a line's JSON; None if it holds none that counts.
+        """Return the record in a line's JSON; None if it has no valid record.
 
         Raises:
-            NewerFormat: it is of a version that is not known here.
+            NewerFormat: it has an unknown version.
         """
         values = require_known(untrusted.mapping(line), "metrics.jsonl")
         step = untrusted.whole(values.get("step"))
@@ -414,14 +414,14 @@ def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:
     """Return the newest whole record of `metrics.jsonl`, or None.
 
     Raises:
-        NewerFormat: it is of a version that is not known here.
+        NewerFormat: it has an unknown version.
     """
     row = next(last_objects(Span(path=run_dir / "metrics.jsonl"), _LAST_BYTES), None)
     return None if row is None else require_known(row, "metrics.jsonl")
 
 
 def last_figures(run_dir: Path | None) -> str:
-    """Return the newest figures as one line, or why they are not read."""
+    """Return the newest figures as one line, or why they cannot be read."""
     try:
         return figures(last_metrics(run_dir) or {}) if run_dir else ""
     except NewerFormat as error:
@@ -429,7 +429,7 @@ def last_figures(run_dir: Path | None) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return rows as a pandas DataFrame where pandas is installed, else as they are."""
+    """Return rows as a pandas DataFrame if pandas is installed, else unchanged."""
     if importlib.util.find_spec("pandas") is None:
         return list(rows)
     import pandas
@@ -438,7 +438,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def figures(metrics: Mapping[str, Any]) -> str:
-    """Return the figures of a step as one line, the first ones of very many."""
+    """Return the figures of a step as one line; a very long list is cut."""
     hidden = ("version", "time", "attempt", "restart")
     named = [(key, value) for key, value in metrics.items() if key not in hidden]
     shown = [

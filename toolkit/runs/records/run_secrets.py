@@ -1,8 +1,8 @@
-"""The secrets of runs: each must be set before a run is submitted, and is hidden in its output.
+"""The secrets of runs: each must be set before a run is submitted, and is masked in its output.
 
-Salted hashes of the values stay in the state folder (see toolkit/text/secret_scan.py), so that logs
-hide the values later, when the variables are no longer set. Such a hash reveals nothing about a
-random token. A password that is easy to guess could be found from its hash, so only the owner may
+Salted hashes of the values stay in the state folder (see toolkit/text/secret_scan.py), so that the
+values are still masked in logs when the variables are no longer set. Such a hash reveals nothing
+about a random token. An easily guessed password could be found from its hash, so only the owner can
 enter the folder.
 """
 
@@ -27,20 +27,20 @@ _JOB_BYTES = 5 << 20
 _SECRET_BYTES = 1 << 16
 _BYTES = 1 << 22
 _MOST = 5_000
-"""Marks in the file; a token has seven. The older half is then forgotten."""
+"""Limit of marks in the file; a token has seven. Beyond it, the older half is removed."""
 
 _LONGEST = 1 << 16
 _SALT_BYTES = 16
 
 
 def require_secrets(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> None:
-    """Make sure that the secrets are there which the job takes from here.
+    """Make sure that the job's secrets from this machine are available.
 
-    A file that is not here may be on the node; the script checks again. Hashes of the values are
-    kept.
+    A file that is missing here may be on the node; the script checks again. Hashes of the values
+    are kept.
 
     Raises:
-        LauncherError: a variable is not set, or others may read a file.
+        LauncherError: a variable is not set, or other users can read a file.
     """
     for problem in secret_problems(plan, environ):
         raise LauncherError(problem.message)
@@ -52,7 +52,7 @@ def require_secrets(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -
 
 
 def secret_problems(plan: LaunchPlan, environ: Mapping[str, str] = os.environ) -> Iterator[Problem]:
-    """Yield why the secrets that the job takes from here cannot be used."""
+    """Yield the problems of the secrets that the job takes from this machine."""
     if missing := [name for name in plan.exported_secrets if not environ.get(name)]:
         message = f"secrets are not set here: {', '.join(missing)}; export them first"
         yield refusal("secrets-unset", message, "secrets")
@@ -88,7 +88,7 @@ def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Ma
     for name, place in places.items() if isinstance(places, dict) else ():
         file = place.get("file") if isinstance(place, dict) else None
         if isinstance(name, str) and isinstance(file, str) and "\0" not in file:
-            with contextlib.suppress(OSError, RuntimeError):  # no such home, or links in a ring
+            with contextlib.suppress(OSError, RuntimeError):  # no such home, or a symlink loop
                 path = Path(file).expanduser().resolve()
                 variables[name] = untrusted.read_text(path, limit=_SECRET_BYTES).rstrip("\n")
     names = [name for name in places if isinstance(name, str)]
@@ -97,14 +97,14 @@ def mask_of(run_dir: Path | None, environ: Mapping[str, str] = os.environ) -> Ma
 
 @functools.lru_cache(maxsize=4)
 def _mask_of_all(variables: tuple[tuple[str, str], ...], marks: tuple[Mark, ...]) -> Mask:
-    """Return a mask of the secrets among variables: one for all runs of a list."""
+    """Return a mask of the secrets among variables, shared by all runs of a list."""
     return Mask(secret_scan.values_of(dict(variables)), marks)
 
 
 def redacted(
     lines: Iterator[str], run_dir: Path | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield `lines` with `***NAME***` in place of every secret that is known here."""
+    """Yield `lines`, with `***NAME***` instead of every secret known here."""
     mask = mask_of(run_dir, environ)
     for line in lines:
         yield mask.hide(line)
@@ -114,7 +114,7 @@ def redacted(
 
 
 def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
-    """Keep the marks of variables' values, once each; a full disk stops no submission."""
+    """Store the marks of variables' values, once each; a full disk does not stop a submission."""
     if not secrets:
         return
     path, before = _path(environ), stored_marks(environ)
@@ -129,7 +129,7 @@ def remember(secrets: Mapping[str, str], environ: Mapping[str, str] = os.environ
         for name, value in secret_scan.values_of(secrets, names=secrets):
             for mark in marks_of(name, value, salt):
                 if (name, mark.digest) in there:
-                    break  # its first form, which is the value itself
+                    break  # its first form is the value itself
                 append(path, _line(mark))
 
 

@@ -1,7 +1,7 @@
-"""When a scheduler was asked for an attempt's nodes, and when it gave them.
+"""When a scheduler was asked for an attempt's nodes, and when it allocated them.
 
-On Slurm, the batch script keeps what the controller says of the job in the attempt's folder
-(docs/reference/run-directory.md). On Kubernetes, the pods have them.
+On Slurm, the batch script stores the controller's description of the job in the attempt's folder
+(docs/reference/run-directory.md). On Kubernetes, the pods contain these times.
 """
 
 import contextlib
@@ -15,36 +15,36 @@ from toolkit.runs.records.log_reader import attempt_folders
 from toolkit.text import untrusted
 
 _MOST_ATTEMPTS = 1000
-"""Of how many attempts, the newest ones, the times are read."""
+"""Number of newest attempts for which times are read."""
 
 _TOLERANCE_S = 2.0
-"""By how much an attempt may seem to begin before it was started: times are in whole seconds."""
+"""Tolerance for an attempt that seems to begin before its start: times are in whole seconds."""
 
 
 _FILE_BYTES = 1 << 18
-"""How much `scontrol` may say of a job: it names each of its nodes."""
+"""Byte limit of `scontrol`'s output for a job: it names every node."""
 
 _QUEUED = re.compile(r" SubmitTime=(\d{1,11}) EligibleTime=(\d{1,11}) ")
 _STARTED = re.compile(r" StartTime=(\d{1,11}) EndTime=")
-"""In the line of `scontrol -o show job`, with times in seconds since 1970. Two patterns, since one
-for the whole line would search the rest of it again for each of its beginnings."""
+"""Patterns for the line of `scontrol -o show job`, with times in seconds since 1970. They are two,
+because a single pattern would search the rest of the line again for each possible beginning."""
 
 
 class Scheduled(NamedTuple):
-    """What a scheduler says of one attempt; each time in seconds since 1970."""
+    """The scheduler's times of one attempt, each in seconds since 1970."""
 
     queued: float
-    """When it was submitted, or queued again."""
+    """When it was submitted, or requeued."""
 
     eligible: float
-    """From when on it might have started: no dependency, begin time or hold was in the way."""
+    """When it became eligible to start: no dependency, begin time or hold blocked it."""
 
     started: float
-    """When it was given its nodes."""
+    """When its nodes were allocated."""
 
 
 def scheduled_in(run_dir: Path) -> list[Scheduled]:
-    """Return the times that the scripts of a run have noted, by attempt."""
+    """Return the times recorded by the scripts of a run, by attempt."""
     folders = attempt_folders(run_dir)[-_MOST_ATTEMPTS:]
     return [times for folder in folders if (times := _noted(folder / "scheduled", run_dir))]
 
@@ -60,13 +60,13 @@ def _noted(path: Path, run_dir: Path) -> Scheduled | None:
 
 
 class Schedule:
-    """What a scheduler says of the attempts of a run."""
+    """The scheduler's times of a run's attempts."""
 
     def __init__(self, times: Iterable[Scheduled]) -> None:
         self._times = sorted(times, key=lambda each: each.started)
 
     def newest_before(self, moment: float) -> Scheduled | None:
-        """Return the times of the attempt that began at a moment: the newest ones then."""
+        """Return the times of the attempt that began at a moment: the newest ones before it."""
         latest = moment + _TOLERANCE_S
         count = bisect_right(self._times, latest, key=lambda each: each.started)
         return self._times[count - 1] if count else None

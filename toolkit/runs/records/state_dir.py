@@ -19,9 +19,9 @@ _PRIVATE = 0o700
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder; create it if it is missing, and close it to others if it is open.
+    """Return the folder; create it if it is missing, and remove other users' access.
 
-    A folder that cannot be made is reported by the write that follows.
+    If the folder cannot be created, the following write reports it.
 
     Raises:
         LauncherError: it belongs to another user.
@@ -45,9 +45,9 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, by one write: two processes at once leave two whole lines.
+    """Append a line to a file with one write: concurrent processes leave two whole lines.
 
-    A line that a full disk has cut off is ended first: the new one must not become a part of it.
+    A line that a full disk has truncated is ended first: the new line must not become part of it.
     """
     with path.open("ab+") as file:
         torn = file.seek(0, os.SEEK_END) > 0
@@ -60,7 +60,7 @@ def append(path: Path, line: str) -> None:
 def lock_file(file: IO[Any] | int, *, wait_s: float | None = 0.0) -> bool:
     """Lock a file until it is closed; False if another process still has it after `wait_s`.
 
-    None waits as long as it takes. On a file system without locks, no process has to wait.
+    None waits without limit. On a file system without locks, the lock always succeeds.
     """
     mode = fcntl.LOCK_EX if wait_s is None else fcntl.LOCK_EX | fcntl.LOCK_NB
     until_s = time.monotonic() + (wait_s or 0.0)

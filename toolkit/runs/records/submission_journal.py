@@ -1,6 +1,6 @@
-"""The journal of submissions: each is written down before the scheduler is called.
+"""The submission journal: each submission is recorded before the scheduler is called.
 
-A process that is killed in between leaves its file behind, unlocked, and the next process can
+A process that is killed during a submission leaves its file behind, unlocked; the next process can
 finish the submission.
 """
 
@@ -20,11 +20,11 @@ _BYTES = 64 << 20
 
 
 class UnknownOutcome(SchedulerMissing):
-    """It is unknown whether the scheduler has a submission, or parts of it were left behind."""
+    """The scheduler may or may not have a submission, or parts of it were left behind."""
 
 
 class Intent:
-    """A submission that this process alone works at, until it is closed."""
+    """A submission that this process has locked until it is closed."""
 
     def __init__(self, path: Path, file: IO[Any], data: Mapping[str, Any]) -> None:
         self._path = path
@@ -37,12 +37,12 @@ class Intent:
         return os.fstat(self._file.fileno()).st_mtime
 
     def goes_on(self) -> None:
-        """Note that the submission goes on: the submission counts from now."""
+        """Record that the submission was continued: its time is now."""
         with contextlib.suppress(OSError):
             os.utime(self._file.fileno())
 
     def done(self) -> None:
-        """Forget it: all is submitted and written down, or nothing ever will be."""
+        """Remove the file: the submission is complete and recorded, or will never be made."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
         self._file.close()
@@ -51,17 +51,17 @@ class Intent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()  # and unlocks it
+        self._file.close()  # also unlocks it
 
 
 def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
-    """Write down the submission of the run of this name, before the scheduler is called.
+    """Record the submission of a run, before the scheduler is called.
 
     Raises:
-        LauncherError: it cannot be written, or another process submits for this run just now.
+        LauncherError: it cannot be written, or another process is submitting this run.
     """
     path = folder / f"{name}.json"
-    if path.exists():  # of an earlier call, which is unfinished
+    if path.exists():  # from an earlier, unfinished call
         with claim(folder, name):
             pass
     part = path.with_name(f".{name}.{os.getpid()}")
@@ -78,7 +78,7 @@ def begin(folder: Path, name: str, data: Mapping[str, Any]) -> Intent:
 
 
 def take(folder: Path, name: str) -> Intent | None:
-    """Return this run's unfinished submission; None if it has none, or another process has it."""
+    """Return this run's unfinished submission; None if there is none or it is locked."""
     path = folder / f"{name}.json"
     try:
         file = untrusted.open_untrusted(path)
@@ -89,7 +89,7 @@ def take(folder: Path, name: str) -> Intent | None:
         with contextlib.suppress(OSError, ValueError):
             data = untrusted.parse_json(file.read(_BYTES))
             if not os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                data = None  # it has been done meanwhile
+                data = None  # another process has finished it
     if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
         file.close()
         return None

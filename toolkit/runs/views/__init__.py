@@ -1,1 +1,1 @@
-"""What people and other programs are shown of runs: reports, curves, goodput, notifications."""
+"""Views of runs for people and other programs: reports, curves, goodput, notifications."""

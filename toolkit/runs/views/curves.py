@@ -1,7 +1,7 @@
-"""The curves of a run: what it has measured, by step and by time, with few enough points to draw.
+"""The curves of a run: its metrics, by step and by time, with few enough points to draw.
 
-They come from `metrics.jsonl` (docs/reference/run-directory.md), which anybody may have written:
-values that are not finite numbers are left out, and so are names beyond a number that a page shows.
+They come from `metrics.jsonl` (docs/reference/run-directory.md), which is untrusted: values that
+are not finite numbers are left out, and so are more names than a page shows.
 """
 
 from array import array
@@ -24,7 +24,7 @@ _NAME = 60
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of one name; equally many steps, times and values."""
+    """The values of one name; steps, times and values have equal length."""
 
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     """Ascending."""
@@ -33,26 +33,26 @@ class Curve:
     values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, when: float, value: float) -> None:
-        """Append a value; of one step, the last value counts."""
+        """Append a value; the last value of a step counts."""
         self.cut(step)
         self.steps.append(step)
         self.times.append(when)
         self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Forget the values from a step on, which are made again."""
+        """Remove the values from a step on, because the step is repeated."""
         if self.steps and self.steps[-1] >= step:
             first = bisect_left(self.steps, step)
             del self.steps[first:], self.times[first:], self.values[first:]
 
     def thinned(self, most: int) -> "Curve":
-        """Return the curve with at most so many points, each of them one of its own.
+        """Return the curve with at most `most` points, all of them original points.
 
-        Of equally long parts it keeps the lowest and the highest value, so that no peak is lost,
-        and it keeps the first and the last value of all.
+        It keeps the lowest and the highest value of equally long parts, so that no peak is lost,
+        and the first and the last value of the curve.
 
         Args:
-            most: How many points may be left, at least 4.
+            most: The maximum number of points, at least 4.
         """
         count = len(self.steps)
         if count <= most:
@@ -74,7 +74,7 @@ class Curve:
 
 
 class Start(NamedTuple):
-    """The first record of a start of the ranks."""
+    """The first record of a rank start."""
 
     attempt: int
     restart: int
@@ -84,11 +84,11 @@ class Start(NamedTuple):
 
 
 def curves_and_starts(folder: Path) -> tuple[dict[str, Curve], list[Start]]:
-    """Return the curves of the run directory by name, and where the ranks were started again.
+    """Return the curves of the run directory by name, and the restarts of the ranks.
 
-    The curves are in the order in which they begin. Steps that were made again after a failure
-    count once, as in `run_directory.read_metrics`. The starts are the newest 200, oldest first,
-    without the first one of the run.
+    The curves are in the order in which they begin. Steps repeated after a failure count once, as
+    in `run_directory.read_metrics`. The starts are the newest 200, oldest first, without the
+    first one of the run.
     """
     curves: dict[str, Curve] = {}
     starts: deque[Start] = deque(maxlen=_MOST_STARTS)
@@ -113,10 +113,10 @@ def curves_and_starts(folder: Path) -> tuple[dict[str, Curve], list[Start]]:
 def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:
     """Return the row of the newest step of a run directory, and the curve of one name.
 
-    Records without a time count, too; the times of the curve are 0 for all.
+    Records without a time count as well; all times of the curve are 0.
 
     Raises:
-        NewerFormat: a record is of a version that is not known here.
+        NewerFormat: a record has an unknown version.
     """
     newest, curve = dict[str, Any](), Curve()
     for record in recorded_metrics(folder):
@@ -131,7 +131,7 @@ def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:
 
 
 def figures_of(record: MetricRecord) -> dict[str, float]:
-    """Return what a record has measured: its finite numbers by name."""
+    """Return the figures of a record: its finite numbers by name."""
     return {
         control.printable(key)[:_NAME]: value
         for key, content in record.values.items()

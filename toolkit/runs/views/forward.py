@@ -1,7 +1,7 @@
-"""Passes the metrics of runs on to a tracker, from a process of its own.
+"""Sends the metrics of runs to a tracker, from a separate process.
 
-The training writes `metrics.jsonl` and knows of no tracker, so that it neither waits for one nor
-fails with it. The tracker gets one curve over all attempts, with each step once.
+The training writes `metrics.jsonl` and does not use the tracker, so that it neither waits for it
+nor fails with it. The tracker gets one curve over all attempts, with each step once.
 """
 
 import contextlib
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.=+-]*)?", re.ASCII)
-"""Names of runs, or of a sweep and its point. The writer of a run directory may have named
-the run anything, such as a path to another folder."""
+"""Names of runs, or of a sweep and its point. A run directory is untrusted: the run's name in it
+may be anything, such as a path to another folder."""
 
 _MOST_NAMES = 1000
-"""How many names of figures a tracker gets of a run."""
+"""Limit of figure names that a tracker gets per run."""
 
 _LINE_BYTES = 1 << 16
 _READ_BYTES = 64 << 20
-"""How much is read at a time, so that a file of gibibytes is no memory of gibibytes."""
+"""Read size, so that a file of gibibytes does not need gibibytes of memory."""
 
 
 class _Forwarder:
-    """Passes one run on, as far as it has recorded."""
+    """Sends the recorded metrics of one run."""
 
     def __init__(self, run: "Run", tracker: Tracker) -> None:
         self.run, self.tracker = run, tracker
         self._reader, self._offset, self._names = MetricReader(), 0, set[str]()
         self.has_ended = False
         self.records = 0
-        """How many records have been passed on."""
+        """Number of records that have been sent."""
 
     def step(self) -> None:
-        """Pass on the records since the last time.
+        """Send the records since the last call.
 
         Raises:
-            LauncherError: the run directory cannot be seen from here.
+            LauncherError: this machine cannot see the run directory.
         """
         with self.run.recorded("metrics.jsonl") as folder:
             for line in self._new_lines(folder / "metrics.jsonl"):
@@ -64,7 +64,7 @@ class _Forwarder:
         self.tracker.flush()
 
     def _known(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures whose names are among the first ones of the run."""
+        """Return the figures with names among the run's first `_MOST_NAMES`."""
         new = (name for name in figures if name not in self._names)
         self._names |= set(itertools.islice(new, _MOST_NAMES - len(self._names)))
         return {name: value for name, value in figures.items() if name in self._names}
@@ -87,20 +87,20 @@ class _Forwarder:
 def forward(
     runs: "Sequence[Run]", to: str, output: Path | None = None, *, follow: bool = True
 ) -> dict[str, tuple[int, str]]:
-    """Pass the metrics of runs on to a tracker until all have ended; of a sweep, each point's.
+    """Send the metrics of runs, or of each point of a sweep, to a tracker until all have ended.
 
     Args:
         runs: The runs.
         to: One of `trackers.TRACKERS`.
-        output: The folder or file that is written; by default the tracker's.
-        follow: Whether to go on until the runs have ended.
+        output: The folder or file to write; by default the tracker's.
+        follow: Whether to continue until the runs have ended.
 
     Returns:
-        By the runs' names, how many records were read, and where they went.
+        The number of records read, and their destination, by run name.
 
     Raises:
-        InputError: the output was not made here, or the tracker is not installed.
-        LauncherError: a run directory cannot be seen from here, or the tracker has failed.
+        InputError: the output was not created by the toolkit, or the tracker is not installed.
+        LauncherError: this machine cannot see a run directory, or the tracker has failed.
     """
     parts = [part for run in runs for part in run.parts]
     for part in parts:
@@ -136,6 +136,6 @@ def _follow(forwarders: Sequence[_Forwarder], *, follow: bool) -> None:
 def _has_ended(run: "Run") -> bool:
     try:
         status = run.status()
-    except LauncherError:  # a cluster that is away for a moment
+    except LauncherError:  # the cluster is temporarily unreachable
         return False
     return status.state.final or status.lost

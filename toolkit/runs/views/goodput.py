@@ -1,8 +1,8 @@
-"""Goodput: the share of a run's time that went into steps that count, and where the rest went.
+"""Goodput: the share of a run's time spent on steps that count, and how the rest was spent.
 
-Everything comes from the files of the run directory (docs/reference/run-directory.md), and so is
-the same on every site. Anybody may have written these files: values that are not numbers or times
-are left out, and a clock that was set back makes a span empty, never negative.
+All data comes from the files of the run directory (docs/reference/run-directory.md), so it is the
+same on every site. These files are untrusted: values that are not numbers or times are left out,
+and a clock that was set back makes a span empty, never negative.
 """
 
 import itertools
@@ -38,7 +38,7 @@ BUCKETS = {
     "requeue": "from the end of an attempt until the next one is queued, or begins",
     "other": "the rest",
 }
-"""Where the time of a run goes, in the order in which it is shown."""
+"""The buckets of a run's time, in display order."""
 
 _PHASES = {
     "start": "start",
@@ -50,39 +50,39 @@ _PHASES = {
 """The phases of the event `ready`, by bucket."""
 
 _RELEASED = frozenset({"queue", "held", "requeue"})
-"""In these, a scheduler may give the run's nodes to others."""
+"""Buckets in which the scheduler may give the run's nodes to other jobs."""
 
 _QUEUE = frozenset({"queue", "held", "allocation"})
-"""From the submission to an attempt's beginning."""
+"""Buckets from the submission to the beginning of an attempt."""
 
 _DOWN = frozenset({"checkpoint", "lost work", "stall", "restart", "requeue"})
 """Downtime as NVIDIA counts it: checkpoints, work lost, shutdown and restart."""
 
 _STARTING = frozenset({"start", "imports", "process group", "setup", "restore", "first step"})
-"""Downtime, too, in each start but the first one, as is the queue."""
+"""Also downtime, as is the queue, in each start except the first."""
 
 _BYTES = 4 << 30
-"""How much is read of a file: 10 million steps, and more events than a run has."""
+"""Read limit per file: 10 million steps, and more events than a run has."""
 
 _LINE_BYTES = 1 << 16
 _OUTCOME_BYTES = 1 << 20
 
 _MOST_STARTS = 50_000
-"""How many starts the memory holds; a run that starts each minute has them in a month."""
+"""Limit of starts in memory; a run that restarts every minute reaches it in a month."""
 
 _AHEAD_S = 86400.0
-"""By how much the clock of a node may be ahead of this machine's."""
+"""Limit by which a node's clock may be ahead of this machine's clock."""
 
 
 class Price(NamedTuple):
-    """What a rank costs in an hour."""
+    """The price of a rank-hour."""
 
     rank_hour: float
     currency: str
 
     @classmethod
     def of(cls, profile: Mapping[str, Any]) -> "Price | None":
-        """Return the price in a profile as a run has recorded it, which may hold anything."""
+        """Return the price in a run's recorded profile, which is untrusted."""
         price = untrusted.mapping(profile.get("price"))
         amount, currency = untrusted.finite(price.get("rank_hour")), price.get("currency")
         if amount is None or amount < 0 or not isinstance(currency, str):
@@ -90,7 +90,7 @@ class Price(NamedTuple):
         return cls(amount, control.printable(currency)[:16])
 
     def of_ranks(self, rank_s: float) -> str:
-        """Return what so many seconds of ranks cost, with the currency."""
+        """Return the price of this many rank-seconds, with the currency."""
         return f"{self.rank_hour * rank_s / 3600:.2f} {self.currency}"
 
 
@@ -98,7 +98,7 @@ class Span(NamedTuple):
     """A time that belongs to one bucket."""
 
     start: int
-    """The start of the ranks, counted from 0, with the gap before it."""
+    """The index of the rank start, from 0; the gap before a start belongs to it."""
 
     bucket: str
 
@@ -110,46 +110,46 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the time of a run went."""
+    """How a run's time was spent."""
 
     elapsed_s: float
-    """From the submission to the end, or to now, in seconds."""
+    """Seconds from the submission to the end, or to now."""
 
     seconds: Mapping[str, float]
-    """The time in each of `BUCKETS`, in seconds; together the elapsed time."""
+    """Seconds in each of `BUCKETS`; their sum is the elapsed time."""
 
     steps: int
-    """Steps that count, also those without a record of their own."""
+    """Steps that count, including those without a record."""
 
     steps_again: int
-    """Steps that were lost and made again."""
+    """Steps that were lost and repeated."""
 
     starts: int
-    """How often ranks were started; attempts and restarts together."""
+    """Number of starts of the ranks: attempts and restarts together."""
 
     ranks: int | None
-    """How many ranks there were in the newest start; None if no start has recorded a number."""
+    """Number of ranks in the newest start; None if no start has recorded a number."""
 
     rank_s: float | None
-    """The seconds that ranks were held, summed over the ranks: without the queue and requeues, in
-    which a scheduler may give their nodes to others. None if a start has not recorded its ranks."""
+    """Rank-seconds for which the run held nodes. They exclude the queue and requeues, in which a
+    scheduler may give the nodes to other jobs. None if a start has not recorded its ranks."""
 
     productive_rank_s: float | None
-    """Those of `rank_s` in which steps that count were made."""
+    """The part of `rank_s` spent on steps that count."""
 
     price: Price | None = None
-    """What a rank costs in an hour, if the run's profile says so."""
+    """The price of a rank-hour, if the run's profile sets it."""
 
     spans: tuple[Span, ...] = ()
-    """The elapsed time from beginning to end. What a start has spent from its first step to its
-    last record is summed by bucket: one span for all of its checkpoints, say."""
+    """The elapsed time from beginning to end. Between a start's first step and its last record,
+    time is summed by bucket: for example, one span for all its checkpoints."""
 
     numbers: tuple[tuple[int, int], ...] = ()
     """Attempt and restart of each start."""
 
     step: int | None = None
-    """The newest step, as `toolkit status` and a report show it; None before the first. It is more
-    than `steps` if the run has begun with a later step than the first one."""
+    """The newest step, as in `toolkit status` and a report; None before the first. It is larger
+    than `steps` if the run began with a later step than the first one."""
 
     @property
     def share(self) -> float:
@@ -158,7 +158,7 @@ class Goodput:
 
     @property
     def definitions(self) -> Mapping[str, float]:
-        """The goodput as others define it; see docs/reference/goodput.md."""
+        """The goodput by other definitions; see docs/reference/goodput.md."""
         after_queue = self.elapsed_s - sum(
             span.seconds for span in self.spans if not span.start and span.bucket in _QUEUE
         )
@@ -203,10 +203,10 @@ class _Start:
     """Attempt and restart."""
 
     first: float
-    """The earliest moment that it has recorded, in seconds since 1970."""
+    """The earliest recorded moment, in seconds since 1970."""
 
     last: float
-    """The latest one."""
+    """The latest recorded moment."""
 
     is_begun: bool = False
     """Whether its event `start` was read."""
@@ -222,9 +222,9 @@ class _Start:
     """When the last step ended."""
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     durations: "array[float]" = field(default_factory=lambda: array("d"))
-    """How long each of `steps` took, in seconds, with the steps that it stands for."""
+    """Seconds for each of `steps`, including the steps that its record represents."""
     counts: "array[int]" = field(default_factory=lambda: array("q"))
-    """How many steps each of `steps` stands for; more than one where records were thinned."""
+    """Number of steps that each record represents; more than one if records were thinned."""
 
     def stretch(self, when: float) -> None:
         self.first, self.last = min(self.first, when), max(self.last, when)
@@ -252,7 +252,7 @@ class _Start:
     def add_step(self, step: int, row: Mapping[str, Any], when: float) -> None:
         """Add a record of `metrics.jsonl`."""
         if self.steps and step <= self.steps[-1]:
-            return  # an evaluation has a record of its own
+            return  # an evaluation has a separate record
         rate, took = (untrusted.finite(row.get(key)) for key in ("samples_per_s", "seconds"))
         before = self.steps[-1] if self.steps else step - 1
         count = min(untrusted.whole(row.get("count"), least=1) or 1, step - before)
@@ -272,7 +272,7 @@ class _Start:
     def steps_before(self) -> int:
         """Return how many steps had been made before this start.
 
-        A script may record each hundredth step only: then the first record stands for a hundred.
+        If a script records only every hundredth step, the first record represents a hundred steps.
         """
         first, second = (*self.steps[:2], self.steps[0])[:2]
         return max(first - self.counts[0], 0) if first > second - first else 0
@@ -293,19 +293,19 @@ def goodput_of(
     times: Sequence[Scheduled] = (),
     now: float | None = None,
 ) -> Goodput:
-    """Return where the time of a run went, by the files in its run directory.
+    """Return how a run's time was spent, from the files in its run directory.
 
     Args:
         folder: Where `events.jsonl`, `metrics.jsonl` and `outcome.json` are.
         submitted: When the run was submitted, in seconds since 1970; by default, when it began.
-        until: The end for a run that goes on; by default, the last moment that it has recorded.
-        times: What the scheduler says of the attempts, in any order.
+        until: The end of the time range for an active run; by default, its last recorded moment.
+        times: The scheduler's times for the attempts, in any order.
         now: The time, in seconds since 1970; by default the present. Records from more than a day
             later are left out.
 
     Raises:
-        NewerFormat: one of them is of a version that is not known here.
-        LauncherError: they have more starts of the ranks than a run has.
+        NewerFormat: a record has an unknown version.
+        LauncherError: the files contain more starts of the ranks than a run can have.
     """
     latest = (time.time() if now is None else now) + _AHEAD_S
     starts = _read_starts(folder, latest)
@@ -325,7 +325,7 @@ def goodput_of(
         clock.wait(gap, ended, schedule.newest_before(ended))
         before |= {bucket: clock.seconds[bucket] for bucket in _RELEASED}
         for phase, seconds in start.phases.items():
-            # By its end: an attempt's beginning, in whole seconds, may be before the submission.
+            # From its end: an attempt's beginning, in whole seconds, may precede the submission.
             ended += seconds
             clock.advance(_PHASES[phase], min(ended, start.last))
         valid = valid_steps[index]
@@ -358,29 +358,29 @@ def goodput_of(
 
 
 class _Clock:
-    """Goes through a run from its submission, and notes in which bucket each second belongs."""
+    """Moves through a run from its submission, and assigns each second to a bucket."""
 
     def __init__(self, begin: float | None) -> None:
         self._begin = begin
         self._now = begin
         self.seconds = dict.fromkeys(BUCKETS, 0.0)
         self.start = 0
-        """The start of the ranks that has been reached, counted from 0."""
+        """The index of the current start of the ranks, from 0."""
         self.spans: list[Span] = []
 
     @property
     def now(self) -> float:
-        """The moment that has been reached."""
+        """The current moment."""
         return self._now or 0.0
 
     def advance(self, bucket: str, moment: float) -> None:
-        """Go on to a moment; nothing happens if it has been passed."""
+        """Advance to a moment; does nothing if it has been passed."""
         if self._now is None:
             self._begin = self._now = moment
         self._spend(bucket, max(moment - self._now, 0.0))
 
     def wait(self, gap: str, moment: float, times: Scheduled | None) -> None:
-        """Go on to the beginning of a start, through what its scheduler says of it."""
+        """Advance to the beginning of a start, through its scheduler's times."""
         if times is not None and gap != "restart" and times.started > self.now:
             self.advance(gap, min(times.queued, moment))
             self.advance("held", min(times.eligible, moment))
@@ -389,9 +389,9 @@ class _Clock:
         self.advance(gap, moment)
 
     def divide(self, shares: Mapping[str, float], *, until: float) -> None:
-        """Go on to a moment. Of the time until then each bucket gets its share, `other` the rest.
+        """Advance to a moment. Each bucket gets its share of the time until then, `other` the rest.
 
-        Shares that are more than there is, since clocks differ, are made smaller.
+        Shares that exceed the time, because clocks differ, are scaled down.
         """
         there_is, wanted = max(until - self.now, 0.0), sum(shares.values())
         scale = min(there_is / wanted, 1.0) if wanted else 0.0
@@ -408,7 +408,7 @@ class _Clock:
 
 
 def _valid_steps(starts: Sequence[_Start]) -> list[int]:
-    """Return how many records of each start are of steps that no later one has made again.
+    """Return how many records of each start are valid: no later start has repeated the step.
 
     A later start voids the steps from its first one on, as `run_directory.read_metrics` has it.
     """
@@ -420,7 +420,7 @@ def _valid_steps(starts: Sequence[_Start]) -> list[int]:
 
 
 def _training(start: _Start, valid: int) -> dict[str, float]:
-    """Return how the time from the first step of a start to its last record is shared out."""
+    """Return the buckets of the time from a start's first step to its last record."""
     extra = start.in_first_step()
     productive, lost = sum(start.durations[:valid]), sum(start.durations[valid:])
     if valid:
@@ -459,41 +459,41 @@ class _Alike:
 
     def __init__(self) -> None:
         self._opened: list[_Start] = []
-        # Of these, the ones that began before each that was opened later, and when they began.
+        # Of these, the starts that began before every later-opened one, and when they began.
         self._starts: list[_Start] = []
         self._began: list[float] = []
 
     @property
     def newest(self) -> _Start | None:
-        """The start that was opened last."""
+        """The most recently opened start."""
         return self._opened[-1] if self._opened else None
 
     def add(self, start: _Start) -> None:
-        """Add a start; those that began after it have no more records."""
+        """Add a start; the starts that began after it have no more records."""
         self._opened = [*self._opened[:1], start]
         kept = bisect_left(self._began, start.first)
         self._starts[kept:], self._began[kept:] = [start], [start.first]
 
     def at(self, when: float) -> _Start:
-        """Return the start opened last of those that had begun at a time, or the first of all."""
+        """Return the last-opened start that had begun at a time, or the very first one."""
         count = bisect_right(self._began, when)
         return self._starts[count - 1] if count else self._opened[0]
 
 
 class _StartsByRecord:
-    """The starts of a run, which their numbers do not tell apart.
+    """The starts of a run; attempt and restart numbers do not identify them.
 
-    torchrun counts no restart for a change of members: two starts can have the same attempt and
-    restart, and one with a lower restart can follow where rank 0 is on another node.
+    torchrun counts no restart for a membership change: two starts can have the same attempt and
+    restart, and a start with a lower restart can follow if rank 0 moves to another node.
     """
 
     def __init__(self) -> None:
         self._opened: list[_Start] = []
-        # By a text: a writer of records may choose numbers whose hashes are equal.
+        # Keyed by text: a writer of records may choose numbers with equal hashes.
         self._by_number: dict[str, _Alike] = {}
 
     def of(self, row: Mapping[str, Any], when: float, *, begins: bool = False) -> _Start:
-        """Return the start that a record belongs to; a record that `begins` one opens it."""
+        """Return the start of a record; a record that `begins` a start opens it."""
         numbers = (untrusted.whole(row.get(key)) or 0 for key in ("attempt", "restart"))
         number = (next(numbers), next(numbers))
         if (alike := self._by_number.get(f"{number}")) is None:
@@ -512,10 +512,10 @@ class _StartsByRecord:
         return start
 
     def in_order(self) -> list[_Start]:
-        """Return the starts by attempt, and within one as they were recorded."""
+        """Return the starts by attempt, and within an attempt in recorded order."""
         starts = sorted(self._opened, key=lambda start: start.number[0])
         for before, start in itertools.pairwise(starts):
-            # A process whose restart torchrun has not counted takes itself for the attempt's first.
+            # After a restart that torchrun has not counted, a process takes itself for the first.
             if start.began is not None and start.began < before.last:
                 start.began += start.phases.pop("start", 0.0)
         return starts
@@ -524,7 +524,7 @@ class _StartsByRecord:
 def _rows(path: Path, latest: float) -> Iterator[tuple[Mapping[str, Any], float]]:
     """Yield the records of a file, each with its time; lines without a time are left out.
 
-    Read line by line: of a run of millions of steps, the file has gibibytes.
+    The file is read line by line: a run of millions of steps has gibibytes.
     """
     for value in untrusted.stream_json(path, limit=_BYTES, line_limit=_LINE_BYTES):
         row = require_known(untrusted.mapping(value), path.name)

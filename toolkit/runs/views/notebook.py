@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: its state, how far it is, and the curve of its loss."""
+"""The notebook view of a run: its state, progress, and loss curve."""
 
 import contextlib
 import sys
@@ -28,11 +28,11 @@ _COLOURS = {
     RunState.UNKNOWN: "#6b7280",
 }
 _MOST_POINTS = 200
-"""Rows of a sweep's table; more would make the notebook slow."""
+"""Row limit of a sweep's table; more would make the notebook slow."""
 
 
 class _Extent(NamedTuple):
-    """How many `steps` of a run, or `points` of a sweep, are done."""
+    """The finished `steps` of a run, or `points` of a sweep."""
 
     done: int
     total: int
@@ -41,7 +41,7 @@ class _Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line over the steps, in the units of an SVG drawing."""
+    """A curve over the steps, in the units of an SVG drawing."""
 
     points: str
     """`x,y x,y …`"""
@@ -63,7 +63,7 @@ class Curve:
 
     @classmethod
     def of(cls, curve: curves.Curve) -> "Curve | None":
-        """Draw a curve; None where it holds fewer than two values.
+        """Draw a curve; None if it has fewer than two values.
 
         Long runs are drawn with at most one value per unit of the drawing's width, so that a page
         stays small; the highest and lowest values are those of all steps.
@@ -94,13 +94,13 @@ def _extent_of(run: "Run", points: Sequence[RunStatus] = ()) -> _Extent | None:
         return None
     steps = untrusted.whole((run_directory.outcome(folder) or {}).get("steps"))
     done = None
-    with contextlib.suppress(NewerFormat):  # the page tells it
+    with contextlib.suppress(NewerFormat):  # the page reports it
         done = untrusted.whole((run_directory.last_metrics(folder) or {}).get("step"))
     return None if steps is None else _Extent(done or 0, steps, "steps")
 
 
 def html_of(run: "Run") -> str:
-    """Return the status of a run as a piece of HTML."""
+    """Return the status of a run as an HTML fragment."""
     try:
         points = run.statuses() if run.points else []
         status = run.sum_of(points) if run.points else run.status()
@@ -110,7 +110,7 @@ def html_of(run: "Run") -> str:
 
 
 def _page_of(run: "Run", now: RunStatus, statuses: Sequence[RunStatus]) -> str:
-    """Return a run as a piece of HTML; everything in it is escaped, and secrets are left out."""
+    """Return a run as an HTML fragment; all content is escaped, and secrets are left out."""
     mask = mask_of(run.run_dir)
     newest, loss, unread = dict[str, Any](), curves.Curve(), ""
     try:
@@ -161,7 +161,7 @@ class ProgressDisplay:
         return _in_notebook() or sys.stderr.isatty()
 
     def show(self, status: RunStatus, points: Sequence[RunStatus]) -> None:
-        """Show where the run stands, and of a sweep each of its points."""
+        """Show the state of the run, and for a sweep the state of each point."""
         if not _in_notebook():
             self._show_bar(status, points)
             return
@@ -189,14 +189,14 @@ class ProgressDisplay:
             self._shown = extent.done
 
     def close(self) -> None:
-        """Leave the line."""
+        """End the progress bar."""
         if self._bar is not None:
             self._bar.__exit__(None, None, None)
             self._bar = None
 
 
 def _in_notebook() -> bool:
-    """Whether this is the kernel of a notebook; IPython in a terminal is none."""
+    """Whether this is a notebook kernel; IPython in a terminal is not."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"

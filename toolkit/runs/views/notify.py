@@ -1,8 +1,8 @@
-"""Notifications of the ends that a run's own script could not send.
+"""Notifications of a run's end that its script could not send.
 
-A script sends its notifications itself (toolkit/supervisor/notify.py). For a script that was
-killed, with its node for example, `wait` sends the last one. The file `notified-end.json` in the
-attempt's folder can be made only once: the process that makes it sends the notification.
+A script sends its notifications itself (toolkit/supervisor/notify.py). If the script was killed,
+for example with its node, `wait` sends the last one. The file `notified-end.json` in the attempt's
+folder can be created only once: the process that creates it sends the notification.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ _TRIES = 3
 
 
 def tell_end(record: RunRecord, status: RunStatus) -> None:
-    """Send the notification of a run's end, unless the file says that it was sent.
+    """Send the notification of a run's end, unless it was sent according to the file.
 
-    Without a run directory on this machine, nothing is sent. A receiver that fails or hangs costs
+    Without a run directory on this machine, nothing is sent. A recipient that fails or hangs costs
     its time-out and a line on standard error.
     """
     asked = record.profile.get("notify")
@@ -65,7 +65,7 @@ def _content(
 
 
 def _claim(attempt: Path, content: dict[str, Any]) -> bool:
-    """Make the file of the notification; return whether this process has made it."""
+    """Create the notification's file; return whether this process has created it."""
     text = f"{json.dumps(content)}\n"
     try:
         untrusted.write_bytes(attempt / "notified-end.json", text.encode(), anew=True)

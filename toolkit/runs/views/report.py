@@ -1,8 +1,8 @@
 """A report of runs: one page of HTML with curves, timeline, goodput, failures and provenance.
 
-The page needs no network and no other file; docs/how-to/reports.md shows one. What it says comes
-from the run directory, which anybody may have written: it is escaped, secrets are left out, and
-the page's own policy lets nothing be loaded.
+The page needs no network and no other file; docs/how-to/reports.md shows one. Its content comes
+from the run directory, which is untrusted: it is escaped, secrets are left out, and the page's
+Content-Security-Policy blocks all loading.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 MARK = "<!-- A report of torch-deploy-toolkit -->"
-"""Stands in each report, so that a report may replace one, and nothing else."""
+"""Marker in every report: a new report may overwrite only files that contain it."""
 
 _POINTS = 24_000
 """Points of all curves together: some 600 KB."""
@@ -64,38 +64,38 @@ _MOST_POINTS, _FEWEST_POINTS = 2000, 8
 _MOST_RUNS = 200
 _MOST_ATTEMPTS = 50
 _MOST_STARTS, _FEWEST_STARTS = 200, 5
-"""Rows of all timelines together, but so many of each run: the newest starts of the ranks."""
+"""Row limit of all timelines together, and minimum per run: the newest starts of the ranks."""
 
 _MOST_LINES = 200
-"""Lines of a failure, and of the stacks of a stall."""
+"""Line limit of a failure, and of a stall's stacks."""
 
 _MOST_STALLS = 5
 _MOST_RANKS = 32
-"""Rows of the table of ranks: those that wait least."""
+"""Row limit of the rank table; it lists the ranks that wait least."""
 
 _DRAWN_RANKS = 8
 _LINE = 300
-"""Characters of a line of a stack."""
+"""Character limit of a stack line."""
 
 _FILE_BYTES = 100 << 10
-"""How much is shown of a job file or script."""
+"""Byte limit of a job file or script in the page."""
 
 _MOST_SETTINGS = 8
-"""Columns of a comparison, and axes of its parallel coordinates."""
+"""Column limit of a comparison, and axis limit of its parallel coordinates."""
 
 _RECORDED = ("events.jsonl", "metrics.jsonl", "outcome.json")
 
 _FIRST = ("loss", "test_loss", "test_accuracy", "accuracy", "lr", "samples_per_s")
-"""Which curves come first."""
+"""The curves that come first."""
 
 _BEST = (("test_accuracy", -1), ("accuracy", -1), ("test_loss", 1), ("loss", 1))
-"""By what runs are compared, and whether the highest (-1) or the lowest value is the best."""
+"""Metrics that rank runs, each with its direction: -1 if the highest value is best, else 1."""
 
 _LOG_LINES, _LOG_BYTES = 20, 1 << 16
-"""How much is shown of the end of the log."""
+"""How much of the log's end is shown."""
 
 _MOST_IN_LABEL = 3
-"""Settings in the label of a run that is compared."""
+"""Setting limit of a run's label in a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +107,15 @@ class Report:
     """The whole page."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page into a file, in place of an earlier report.
+        """Write the page to a file; an earlier report is overwritten.
 
         Raises:
-            InputError: the file is there and is no report, or cannot be written.
+            InputError: the file exists and is not a report, or cannot be written.
         """
         target = Path(path)
         with contextlib.suppress(FileNotFoundError):
             _require_report(target)
-        # A name that nobody can guess: in a folder that others may write, it could be there.
+        # An unguessable name: in a folder that others can write, another name could exist already.
         draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
         try:
             # A folder's name need not be UTF-8.
@@ -128,7 +128,7 @@ class Report:
         return target
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook, apart from the notebook's own styles and scripts."""
+        """Show the page in a notebook, isolated from the notebook's styles and scripts."""
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
             'sandbox="allow-scripts" style="width: 100%; height: 60em; border: 0"></iframe>'
@@ -136,11 +136,11 @@ class Report:
 
 
 def _require_report(path: Path) -> None:
-    """Make sure that a file is a report, which may be replaced.
+    """Make sure that a file is a report, so that it may be overwritten.
 
     Raises:
-        FileNotFoundError: there is none.
-        InputError: it is something else.
+        FileNotFoundError: the file does not exist.
+        InputError: the file is not a report.
     """
     try:
         with untrusted.open_untrusted(path) as file:
@@ -155,7 +155,7 @@ def _require_report(path: Path) -> None:
 
 @dataclass(kw_only=True)
 class _Facts:
-    """What a report says of one run."""
+    """The content of a report about one run."""
 
     run: "Run"
     status: RunStatus
@@ -166,7 +166,7 @@ class _Facts:
     steps: int | None = None
     waits: list[RankWaits] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """What could not be had, in sentences."""
+    """Sentences about data that could not be read."""
 
     @property
     def last(self) -> dict[str, float]:
@@ -178,7 +178,7 @@ def report(runs: "Sequence[Run]") -> Report:
     """Return a report of runs; of a sweep, all its points are compared.
 
     Raises:
-        InputError: there are no runs, or too many.
+        InputError: the number of runs is 0 or too large.
     """
     parts = [part for run in runs for part in run.parts]
     if not 0 < len(parts) <= _MOST_RUNS:
@@ -211,7 +211,7 @@ def report(runs: "Sequence[Run]") -> Report:
 
 
 def _order_of(facts: list[_Facts]) -> str:
-    """Put the best run first, by the first measure that one has; return which that is."""
+    """Sort the best run first, by the first metric that any run has; describe the order."""
     for name, sign in _BEST:
         if any(name in one.last for one in facts):
             facts.sort(key=lambda one: _rank(one.last.get(name), sign))
@@ -225,7 +225,7 @@ def _rank(value: float | None, sign: int) -> tuple[bool, float]:
 
 
 def _parts(*names: str) -> str:
-    """Return files that stand in the page as they are."""
+    """Return the files that the page contains unchanged."""
     return "\n".join(template_text(f"report/{name}") for name in names)
 
 
@@ -270,7 +270,7 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
 
 
 def _shown(facts: _Facts, most_starts: int, *, alone: bool) -> dict[str, Any]:
-    """Return the head of a run: what `toolkit status` says, and its timeline."""
+    """Return a run's header: the output of `toolkit status`, and the timeline."""
     run, goodput = facts.run, facts.goodput
     mask = mask_of(run.run_dir)
     step = max((curve.steps[-1] for curve in facts.curves.values()), default=None)
@@ -301,7 +301,7 @@ def _shown(facts: _Facts, most_starts: int, *, alone: bool) -> dict[str, Any]:
 
 
 def _sentence(facts: _Facts, step: int | None) -> str:
-    """Say after the state of a run how far it is, why, and what has interrupted it."""
+    """Return the text after a run's state: progress, reason and interruptions."""
     took = f"after {rounded_duration(facts.goodput.elapsed_s)}" if facts.goodput else ""
     in_all = f" of {facts.steps}" if facts.steps else ""
     where = "" if step is None else f"at step {step}{in_all}"
@@ -341,7 +341,7 @@ def _timeline(goodput: Goodput, most: int) -> list[dict[str, Any]]:
 
 
 def _buckets(facts: Sequence[_Facts]) -> list[dict[str, Any]]:
-    """Return the rows of the table of goodput: each bucket's time in all runs together."""
+    """Return the rows of the goodput table: each bucket's time in all runs together."""
     known = [one.goodput for one in facts if one.goodput]
     elapsed = sum(goodput.elapsed_s for goodput in known)
     rows = []
@@ -365,7 +365,7 @@ def _place_of(name: str) -> tuple[int, str]:
 
 
 def _chart(name: str, facts: Sequence[_Facts]) -> dict[str, Any]:
-    """Return what is said about a chart, for people who do not see it, too."""
+    """Return the texts of a chart, including one for readers who cannot see it."""
     curves = [one.curves[name] for one in facts if name in one.curves]
     if len(curves) > 1:
         lasts = [curve.values[-1] for curve in curves]
@@ -383,7 +383,7 @@ def _chart(name: str, facts: Sequence[_Facts]) -> dict[str, Any]:
 
 
 def _comparison(facts: Sequence[_Facts], names: Sequence[str], order: str) -> dict[str, Any]:
-    """Return how the runs differ: the settings with different values, and what came of them."""
+    """Return how the runs differ: the settings with different values, and the results."""
     settings = [settings_of(one.run) for one in facts]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     differing = [
@@ -419,7 +419,7 @@ def _axes(facts: Sequence[_Facts], comparison: Mapping[str, Any] | None) -> list
 
 
 def settings_of(run: "Run") -> dict[str, str]:
-    """Return what a run was set to: the settings of a point, or the values of its job file."""
+    """Return a run's settings: those of its sweep point, or the values of its job file."""
     if run.settings:
         return {key: str(value) for key, value in run.settings.items()}
     text = _text_of(run, "job.yaml")
@@ -430,7 +430,7 @@ def settings_of(run: "Run") -> dict[str, str]:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a job file by dotted keys; of `args`, those of each option."""
+    """Yield the values of a job file by dotted key; for `args`, the value of each option."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))
@@ -452,7 +452,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _details(facts: _Facts) -> dict[str, Any]:
-    """Return what a report of one run says beside its head."""
+    """Return the sections of a one-run report below its header."""
     run = facts.run
     return {
         "command": _command(run),
@@ -470,7 +470,7 @@ def _details(facts: _Facts) -> dict[str, Any]:
 
 
 def _command(run: "Run") -> str:
-    """Return what torchrun starts, with its arguments; "" if no job file tells."""
+    """Return the command that torchrun starts, with its arguments; "" without a job file."""
     text, point = _text_of(run, "job.yaml"), None
     if not text and run.settings and run.run_dir is not None:
         point = run.run_dir.name
@@ -487,7 +487,7 @@ def _command(run: "Run") -> str:
 
 
 def _last_lines(run: "Run") -> Iterator[str]:
-    """Yield the last lines of the newest attempt's log, where this machine sees it."""
+    """Yield the last lines of the newest attempt's log, if this machine sees it."""
     if run.run_dir is None or not (numbers := attempt_numbers(run.run_dir)):
         return
     text = b""
@@ -503,7 +503,7 @@ def _last_lines(run: "Run") -> Iterator[str]:
 
 
 def _attempts(run: "Run") -> Iterator[dict[str, Any]]:
-    """Yield the newest attempts, where this machine sees their folders."""
+    """Yield the newest attempts, if this machine sees their folders."""
     if run.run_dir is None:
         return
     mask = mask_of(run.run_dir)
@@ -533,7 +533,7 @@ def _failures(run: "Run", facts: _Facts) -> Iterator[str]:
 
 
 def _stalls(run: "Run") -> Iterator[dict[str, str]]:
-    """Yield the newest stalls, with the stacks of all ranks, where this machine sees them."""
+    """Yield the newest stalls, with the stacks of all ranks, if this machine sees them."""
     if run.run_dir is None:
         return
     mask = mask_of(run.run_dir)
@@ -550,7 +550,7 @@ def _stalls(run: "Run") -> Iterator[dict[str, str]]:
 
 
 def _ranks(facts: _Facts) -> dict[str, Any] | None:
-    """Return the table of ranks: the share of the time in which each waits, and its own step."""
+    """Return the rank table: the share of time that each rank waits, and its own step."""
     records, goodput = facts.waits, facts.goodput
     if not records:
         return None
@@ -573,7 +573,7 @@ def _ranks(facts: _Facts) -> dict[str, Any] | None:
 
 
 def _rank_series(facts: _Facts) -> dict[str, Any]:
-    """Return what the page draws of the ranks that wait least."""
+    """Return the chart data of the ranks that wait least."""
     every = max(len(facts.waits) // _MOST_POINTS, 1)
     records = sorted(facts.waits[::every], key=lambda record: record.time)
     shown = sorted(itertools.islice(mean_waits(facts.waits), _DRAWN_RANKS))
@@ -609,7 +609,7 @@ def _read(folder: Path, name: str) -> str:
 
 
 def _labels(facts: Sequence[_Facts], comparison: Mapping[str, Any] | None) -> list[str]:
-    """Return how runs are named beside curves: by what differs, if that is short and tells them."""
+    """Return the runs' curve labels: the differing settings, if few and distinct; else names."""
     names = [one.run.name.rpartition("/")[2] for one in facts]
     if comparison is None or not 0 < len(comparison["settings"]) <= _MOST_IN_LABEL:
         return names
@@ -627,7 +627,7 @@ def _data(
     most_starts: int,
     comparison: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what the page draws."""
+    """Return the chart data of the page."""
     count = sum(len(one.curves) for one in facts)
     most = min(max(_POINTS // max(count, 1), _FEWEST_POINTS), _MOST_POINTS)
     return {
@@ -648,7 +648,7 @@ def _data(
 
 
 def _marks(facts: _Facts, most: int) -> list[dict[str, Any]]:
-    """Return the newest starts after the first one, each with what has interrupted the run."""
+    """Return the newest starts after the first one, each with the interruption before it."""
     restarts = sorted(facts.restarts, key=lambda one: one.time)
     ends = [one.time for one in restarts]
     marks, before = [], 0
@@ -677,6 +677,6 @@ def _points(curve: Curve, created: float) -> dict[str, list[float]]:
 
 
 def _script_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that can stand in a script element: nothing in it ends the element."""
+    """Return JSON for a script element: nothing in it can end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

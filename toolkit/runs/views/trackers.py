@@ -1,9 +1,8 @@
-"""The trackers that `toolkit forward` passes metrics on to, each by its own library.
+"""The trackers that `toolkit forward` sends metrics to, each through its own library.
 
-TensorBoard's files are written anew by each process, and steps that are made again after a failure
-take the place of the earlier ones. The other trackers only append: each step is passed on once, by
-whichever process comes first, and the values of a step that is made again are left out (they are
-the same, as the order of the data is).
+Each process rewrites TensorBoard's files, and steps repeated after a failure overwrite the earlier
+ones. The other trackers only append: the first process that reaches a step sends it, and values of
+a repeated step are left out (they are the same, as the order of the data is).
 """
 
 import contextlib
@@ -23,46 +22,46 @@ if TYPE_CHECKING:
     from toolkit.runs.run import Run
 
 MARK = ".forwarded-by-toolkit"
-"""A file in each folder of event files that was made here; other folders are left alone."""
+"""Marker file in each event-file folder that the toolkit created; it changes no other folder."""
 
 _BATCH = 200
-"""How many steps MLflow is sent at a time; it takes 1,000 figures."""
+"""Steps per request to MLflow, which accepts at most 1,000 figures."""
 
 
 class Tracker(ABC):
-    """Where the metrics of one run go."""
+    """The destination of one run's metrics."""
 
     place: str
-    """Where people find them."""
+    """Where users find the metrics."""
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Begin a start of the ranks, which makes the steps from this one on again."""
+        """Begin a start of the ranks, which repeats the steps from this one."""
 
     @abstractmethod
     def add(self, step: int, when: float, figures: Mapping[str, float]) -> None:
-        """Note the figures of a step, made at a time in seconds since 1970."""
+        """Add the figures of a step; `when` is its time in seconds since 1970."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Pass on the figures that are still in memory."""
+        """Send the figures that are still in memory."""
 
     @abstractmethod
     def close(self, *, ended: bool) -> None:
-        """End; `ended`: the run has, so that its last step gets no more figures."""
+        """Close the tracker; `ended`: the run has ended, so its last step gets no more figures."""
 
 
 class TensorBoardFolder(Tracker):
     """The event files of one run, for `tensorboard --logdir`.
 
-    They are written anew by each process that forwards the run, so that no record is there twice.
+    Each process that forwards the run rewrites them, so that no record is duplicated.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder, empty.
+        """Create the folder, empty.
 
         Raises:
-            InputError: it is there and was not made here.
+            InputError: it exists and was not created by the toolkit.
         """
         from tensorboardX import SummaryWriter
 
@@ -84,9 +83,9 @@ class TensorBoardFolder(Tracker):
         self._writer: Any = None
 
     def begin(self, step: int) -> None:
-        """Begin a start of the ranks: earlier records of this step and later ones no longer count.
+        """Begin a start of the ranks: earlier records of this step and later steps no longer count.
 
-        TensorBoard leaves it out by the record `SessionLog.START` of a newer file.
+        TensorBoard drops them because of the record `SessionLog.START` in a newer file.
         """
         self._close()
         self._writer = self._writer_of(
@@ -116,7 +115,7 @@ class TensorBoardFolder(Tracker):
 
 
 class _Row(NamedTuple):
-    """The figures of a step: those of its training record, and of an evaluation after it."""
+    """The figures of a step: its training record, and an evaluation after it."""
 
     step: int
     when: float
@@ -124,20 +123,20 @@ class _Row(NamedTuple):
 
 
 class _AppendingTracker(Tracker):
-    """A tracker that cannot take anything back: each step is passed on once, as one row."""
+    """A tracker that cannot retract values: each step is sent once, as one row."""
 
     def __init__(self, *, sent: int) -> None:
         self.sent = sent
-        """The last step that has been passed on, also by an earlier process."""
+        """The last step that this or an earlier process has sent."""
         self._row: _Row | None = None
 
     def begin(self, step: int) -> None:
-        """Forget the newest step if it is made again."""
+        """Forget the newest step if the new start repeats it."""
         if self._row is not None and self._row.step >= step:
             self._row = None
 
     def add(self, step: int, when: float, figures: Mapping[str, float]) -> None:
-        """Note the figures of a step; the row before it is complete then."""
+        """Add the figures of a step; the row before it is then complete."""
         if step <= self.sent:
             return
         if self._row is not None and self._row.step != step:
@@ -148,7 +147,7 @@ class _AppendingTracker(Tracker):
         self._row = _Row(step, when, row_figures)
 
     def close(self, *, ended: bool) -> None:
-        """Pass on the last row, unless the run may add to it."""
+        """Send the last row, unless the run may add to it."""
         if ended and self._row is not None:
             self._pass_on(self._row)
         self._row = None
@@ -172,7 +171,7 @@ class WandbRun(_AppendingTracker):
     """A run of Weights & Biases with the run's name as its id, online or offline."""
 
     def __init__(self, run: "Run", folder: Path) -> None:
-        """Open the run, or go on with it; W&B's own variables name project, entity and mode."""
+        """Open or resume the run; W&B's own variables set project, entity and mode."""
         import wandb
 
         self._mark = folder / "wandb" / f"{MARK}-{run.name.replace('/', '.')}"
@@ -201,7 +200,7 @@ class WandbRun(_AppendingTracker):
         self._run.log(row.figures, step=row.step)
 
     def flush(self) -> None:
-        """Write down the last step that W&B has: its library cannot tell while it is offline."""
+        """Record the last step that W&B has: its library does not know it while offline."""
         self._mark.write_text(f"{self.sent}\n", encoding="utf-8")
 
     def close(self, *, ended: bool) -> None:
@@ -211,12 +210,12 @@ class WandbRun(_AppendingTracker):
 
 
 class MlflowRun(_AppendingTracker):
-    """A run of MLflow on the server that MLFLOW_TRACKING_URI names, found again by a tag."""
+    """A run of MLflow on the server in MLFLOW_TRACKING_URI; a tag identifies the run."""
 
     TAG = "torch-deploy-toolkit.run"
 
     def __init__(self, run: "Run") -> None:
-        """Open the run in the experiment of the job's name, or go on with it."""
+        """Open or resume the run in the experiment with the job's name."""
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
@@ -238,13 +237,13 @@ class MlflowRun(_AppendingTracker):
         self._rows: list[_Row] = []
 
     def send(self, row: _Row) -> None:
-        """Pass on one row, with those before it."""
+        """Queue one row; a full batch is sent."""
         self._rows.append(row)
         if len(self._rows) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Send the rows; at most 1,000 figures at a time, as MLflow's server demands."""
+        """Send the rows; MLflow's server accepts at most 1,000 figures at a time."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -257,7 +256,7 @@ class MlflowRun(_AppendingTracker):
         self._rows.clear()
 
     def close(self, *, ended: bool) -> None:
-        """Mark the run as finished, if it is."""
+        """Mark the run as finished if it has ended."""
         super().close(ended=ended)
         if ended:
             self._client.set_terminated(self._id)
@@ -267,7 +266,7 @@ class TrackioRun(_AppendingTracker):
     """A run of trackio, in its own folder of this machine (TRACKIO_DIR)."""
 
     def __init__(self, run: "Run") -> None:
-        """Open the run in the project of the job's name, or go on with it."""
+        """Open or resume the run in the project with the job's name."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -292,7 +291,7 @@ class TrackioRun(_AppendingTracker):
         self._run.log(row.figures, step=row.step)
 
     def flush(self) -> None:
-        """Do nothing: a thread of trackio writes."""
+        """Do nothing: a thread of trackio writes the figures."""
 
     def close(self, *, ended: bool) -> None:
         """Wait until trackio has everything."""
@@ -310,7 +309,7 @@ class PrometheusFile:
         """Check that the file may be replaced.
 
         Raises:
-            InputError: it is there and was not made here.
+            InputError: it exists and was not created by the toolkit.
         """
         from prometheus_client import CollectorRegistry, Gauge
 
@@ -330,7 +329,7 @@ class PrometheusFile:
         )
 
     def write(self) -> None:
-        """Write the file anew, whole.
+        """Rewrite the whole file.
 
         Raises:
             InputError: it cannot be written.
@@ -351,7 +350,7 @@ class PrometheusRun(Tracker):
         self._name, self._file, self.place = run.name, file, str(file.path)
 
     def begin(self, step: int) -> None:
-        """Do nothing: the newest step counts, also if it is made again."""
+        """Do nothing: the newest step counts, even if it is a repeated one."""
 
     def add(self, step: int, when: float, figures: Mapping[str, float]) -> None:
         """Note the figures of a step."""
@@ -365,7 +364,7 @@ class PrometheusRun(Tracker):
         self._file.write()
 
     def close(self, *, ended: bool) -> None:
-        """Write the file; a run that has ended stays in it."""
+        """Write the file; an ended run stays in it."""
         self._file.write()
 
 
@@ -406,7 +405,7 @@ class _Kind(NamedTuple):
 
     opener: "Callable[[Path], Callable[[Run], Tracker]]"
     output: str
-    """The folder or file by default; empty if the tracker's own settings say where."""
+    """The default folder or file; empty if the tracker's own settings name it."""
 
     library: str
     """The name of its Python package."""
@@ -434,8 +433,8 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
         output: The folder or file that is written; None for the default.
 
     Raises:
-        InputError: the library is not installed, or the output belongs to somebody else.
-        LauncherError: the tracker has failed, such as a server that cannot be reached.
+        InputError: the library is not installed, or the output was not created by the toolkit.
+        LauncherError: the tracker has failed; for example, its server cannot be reached.
     """
     kind = _KINDS[to]
     if output is not None and not kind.output:

@@ -1,1 +1,1 @@
-"""Where Slurm's commands run: on this machine, or on a login node by ssh, and the files there."""
+"""The host of Slurm's commands and files: this machine, or a login node reached by ssh."""

@@ -1,4 +1,4 @@
-"""Where sbatch runs and run directories lie: this machine, or a login node that it reaches."""
+"""The host of sbatch and of the run directories: this machine, or a remote login node."""
 
 import contextlib
 import shutil
@@ -17,12 +17,12 @@ from toolkit.slurm.commands import Command
 from toolkit.slurm.snapshot import SnapshotCache
 
 DOUBTFUL = 75
-"""Exit status of `LoginNode.sbatch`: an earlier call has started it, and its outcome is unknown."""
+"""Exit status of `LoginNode.sbatch`: an earlier call has run sbatch with an unknown outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """A run directory, as this machine sees it and as the nodes do."""
+    """A run directory, as seen by this machine and by the nodes."""
 
     here: Path
     """Its path on this machine: the run directory itself, or its mirror."""
@@ -31,17 +31,17 @@ class RunFolder:
     """Its path on the nodes."""
 
     start: str
-    """The folder in which its jobs start: relative paths in a job are below it."""
+    """The working directory of its jobs: relative paths in a job are below it."""
 
 
 class LoginNode:
-    """This machine as a login node: it runs sbatch, and sees the files that the nodes see.
+    """This machine as a login node: it runs sbatch, and shares its files with the nodes.
 
-    `SshLoginNode` is one that this machine reaches by ssh.
+    `SshLoginNode` is a login node that this machine reaches by ssh.
     """
 
     remote = False
-    """Whether run directories are there, and only their mirrors here."""
+    """Whether the run directories are remote, with only mirrors on this machine."""
 
     def __init__(
         self, profile: SlurmProfile, command: Command, *, file: Path | None = None
@@ -53,14 +53,14 @@ class LoginNode:
 
     @property
     def cwd(self) -> str:
-        """The folder in which sbatch is run; empty where that is of no use to a job."""
+        """The working directory of sbatch; empty if it is useless to a job."""
         return str(Path.cwd())
 
     def make(self, name: str) -> RunFolder:
-        """Make a new run directory.
+        """Create a new run directory.
 
         Raises:
-            LauncherError: it cannot be made, or what the profile names is missing.
+            LauncherError: it cannot be created, or something the profile names is missing.
         """
         venv = Path(self._profile.venv or "/")
         if not venv.is_absolute() and not (venv / "bin/activate").is_file():
@@ -79,7 +79,7 @@ class LoginNode:
         """
 
     def discard(self, folder: RunFolder, *, used: bool) -> None:
-        """Remove a new run directory; errors are ignored where a job may write into it."""
+        """Remove a new run directory; errors are ignored if a job may write to it."""
         shutil.rmtree(folder.here, ignore_errors=used)
 
     def sbatch(
@@ -96,28 +96,28 @@ class LoginNode:
         Args:
             argv: sbatch and its arguments.
             folder: The run directory.
-            key: The name of this submission, so that a second call of it makes no second job.
-            again: Whether to submit though an earlier call may have done so.
-            secrets: Variables that the job takes from here; on this machine sbatch inherits them.
+            key: A unique name of this submission: a second call creates no second job.
+            again: Whether to submit although an earlier call may have submitted the job.
+            secrets: Variables that the job takes from here; a local sbatch inherits them.
         """
         return self.command(argv)
 
     def answers(self, folder: RunFolder, keys: Sequence[str]) -> dict[str, str]:
-        """Return the answers that were written down for submissions, by their keys."""
+        """Return the recorded answers of sbatch, by the keys of the submissions."""
         return {}
 
     def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
-        """Write the lines of the jobs, and the record of a new run, into a remote run directory.
+        """Write the lines of the jobs, and the record of a new run, to a remote run directory.
 
         Raises:
-            LauncherError: it cannot be written; the jobs are submitted all the same.
+            LauncherError: it cannot be written; the jobs are submitted nevertheless.
         """
 
     def watch(self, run: Run) -> None:
         """Register that a process has this run open."""
 
     def fetch(self, since: float) -> None:
-        """Make sure that the mirrors of the open runs are not older than `since`.
+        """Refresh the mirrors of the open runs that are older than `since`.
 
         Raises:
             LauncherError: they cannot be fetched.
@@ -128,17 +128,17 @@ class LoginNode:
         return record.run_dir
 
     def exchange(self, record: RunRecord) -> Exchange | None:
-        """Return the way to the watchdogs of a remote run; None where the run directory is seen."""
+        """Return access to the watchdogs of a remote run; None if the run directory is local."""
         return None
 
     def request_cancel(self, record: RunRecord) -> None:
-        """Leave the mark of a cancelled run."""
+        """Mark the run as cancelled."""
         if record.run_dir is not None:
-            with contextlib.suppress(OSError):  # a point that has not started has none
+            with contextlib.suppress(OSError):  # a point that has not started has no run directory
                 record.run_dir.mkdir(parents=True, exist_ok=True)
             run_directory.request_cancel(record.run_dir)
 
     def withdraw_cancel(self, record: RunRecord) -> None:
-        """Take the mark back."""
+        """Remove the cancellation mark."""
         if record.run_dir is not None:
             run_directory.withdraw_cancel(record.run_dir)

@@ -1,7 +1,7 @@
-"""Mirrors of run directories that lie on a login node, so that here they are read like any other.
+"""Local mirrors of run directories on a login node, read like any run directory.
 
-It holds the run's own files: logs, metrics, outcome. Its code, checkpoints and other big
-files stay where they are.
+A mirror contains the run's own files: logs, metrics, outcome. Its code, checkpoints and other big
+files stay on the login node.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from toolkit.slurm.login.ssh import SshConnection
 from toolkit.text.answers import error_line
 
 _FRESH_S = 2.0
-"""How old a mirror may be when a file of it is read."""
+"""Maximum age of a mirror when a file is read, in seconds."""
 
 _TRY_AGAIN_S = 10.0
-"""How long a host is left alone that was not reached."""
+"""Retry interval for an unreachable host, in seconds."""
 
 _BIG = 16 * 2**20
-"""Size in bytes from which only logs are copied, and of them only the appended part."""
+"""Size in bytes from which only logs are copied, and only their appended part."""
 
 _STAYS = ("--exclude=/*/code/", "--exclude=checkpoints/", "--exclude=/*/profile/")
 
@@ -36,16 +36,16 @@ _FILES = ("-rt", "--no-links", "--no-devices", "--no-specials")
 _OURS = tuple(
     f"--exclude=/*/{name}" for name in ("launch.json", "job.yaml", "*.sbatch", "points.jsonl")
 )
-"""What this machine has written, and by which it opens the run and submits it again: write access
-on the login node must not decide which secrets, paths and commands leave this machine."""
+"""Files written by this machine, which uses them to open and resubmit the run: write access on the
+login node must not decide which secrets, paths and commands leave this machine."""
 
 _GROWING = ("--include=*/", "--include=*.log", "--include=*.jsonl", "--exclude=*")
 
 _WITHOUT_LINKS = ".without-links"
-"""Stands beside the mirrors once no link is left in them."""
+"""The marker file beside the mirrors once they contain no links."""
 
 _PARTIAL = (0, 23, 24)
-"""Exit statuses of rsync: all is there, or files went away or could not be read meanwhile."""
+"""Exit statuses of rsync: complete, or some files vanished or could not be read."""
 
 
 class Mirrors:
@@ -53,19 +53,19 @@ class Mirrors:
 
     def __init__(self, ssh: SshConnection, folder: Path) -> None:
         self.folder = folder
-        """Where the mirrors are, by the names of the runs."""
+        """The folder of the mirrors; each has the name of its run."""
         self._ssh = ssh
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._as_of = float("-inf")
         self._turn = threading.Lock()
 
     def watch(self, run: Run) -> None:
-        """Copy this run as well, as long as a process has it open."""
+        """Also copy this run, as long as a process has it open."""
         self._runs.add(run)
         self._as_of = float("-inf")
 
     def fetch(self, since: float) -> None:
-        """Copy the files that the open runs have written, unless that was done after `since`.
+        """Copy the files of the open runs, unless they were copied after `since`.
 
         Raises:
             LauncherError: the files cannot be copied.
@@ -89,16 +89,16 @@ class Mirrors:
             self._as_of = began
 
     def refresh(self) -> None:
-        """Copy runs whose local files are older than seconds, if the host can be reached."""
+        """Refresh mirrors that are a few seconds old, if the host is reachable."""
         now = time.time()
         if now > self._ssh.lost + _TRY_AGAIN_S:
             with contextlib.suppress(LauncherError):  # a caller that needs it queries the host
                 self.fetch(now - _FRESH_S)
 
     def _remove_links(self) -> None:
-        """Remove links, pipes and devices that an older version has brought; once for all mirrors.
+        """Remove links, pipes and devices copied by an older version; once for all mirrors.
 
-        rsync leaves them where the host still has them: it neither brings nor deletes them.
+        rsync keeps them as long as the host has them: it neither copies nor deletes them.
         """
         mark = self.folder / _WITHOUT_LINKS
         if os.path.lexists(mark):
@@ -121,7 +121,7 @@ class Mirrors:
         ends = (f"{self._ssh.name}:{parent}/", f"{self.folder}/")
         arguments = (*_FILES, *_OURS, "--from0", "--files-from=-", "--ignore-missing-args", *_STAYS)
         small = (*arguments, "--delete", f"--max-size={_BIG}")
-        # Of a big log only the appended part is copied; comparing the rest would read it all again.
+        # Only the appended part of a big log is copied; a comparison would read all of it again.
         large = (*arguments, "--append", f"--min-size={_BIG + 1}", *_GROWING)
         for options in (small, large):
             done = self._ssh.rsync(*options, *ends, names=listed)

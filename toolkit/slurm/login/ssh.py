@@ -1,7 +1,7 @@
-"""A connection to a host by OpenSSH, which all commands of all processes share.
+"""An OpenSSH connection to a host, shared by all commands of all processes.
 
-The program `ssh` and no library such as paramiko: the user's `~/.ssh/config`, agent, jump hosts,
-second factors and shared connections (ControlMaster) work as in a terminal.
+The module runs the program `ssh` instead of a library such as paramiko: the user's `~/.ssh/config`,
+agent, jump hosts, second factors and shared connections (ControlMaster) work as in a terminal.
 """
 
 import functools
@@ -31,10 +31,10 @@ _OPTIONS = (
     "LogLevel=ERROR",
 )
 _PERSIST_S = 60
-"""How long the connection is kept open for the next command of any process."""
+"""How long the connection stays open for the next command of any process, in seconds."""
 
 _SOCKET_MAX = 104 - 1 - 40 - 17
-"""Characters left for the folder of a socket's path (macOS allows 104) beside %C and ssh's
+"""Maximum length of the socket's folder: macOS allows 104 characters, including %C and ssh's
 suffix."""
 
 _BEGIN, _END = "torch-deploy-toolkit: begin", "torch-deploy-toolkit: end"
@@ -49,9 +49,9 @@ echo '{begin}'; echo '{begin}' >&2
 status=$?
 printf '\\n{end} %s\\n' "$status"; echo '{end}' >&2
 """
-"""A function, so that bash has read all of it before any of it is done; in it, a lost connection
-kills nothing. The marks separate its output from what login shells print before and after it, and
-show its end."""
+"""A function, so that bash reads all of it before it runs any of it. In the function, a lost
+connection kills nothing. The marks show the end of its output, and separate it from the output of
+login shells before and after it."""
 
 _MISSING = "torch-deploy-toolkit: not in PATH"
 
@@ -61,11 +61,11 @@ class Lost(LauncherError):
 
 
 class Hung(Lost):
-    """The host was reached, and its answer did not end within the time limit."""
+    """The host was reached, but its answer did not end within the time limit."""
 
 
 class SshConnection:
-    """A connection to a login node, by the name that ssh knows.
+    """A connection to a login node, by its name in ssh.
 
     Each call raises `SchedulerMissing` if its program is not installed here, and `Lost` if the host
     cannot be reached, the connection was lost on the way, or the answer does not end (`Hung`).
@@ -74,14 +74,14 @@ class SshConnection:
     def __init__(self, name: str) -> None:
         self.name = name
         self.lost = float("-inf")
-        """When it was last not reached, in seconds since 1970."""
+        """Time of the last failed connection, in seconds since 1970."""
 
     @functools.cached_property
     def ssh(self) -> tuple[str, ...]:
         """The client and its options.
 
-        A shared connection in the user's own configuration is kept: it may have taken a
-        second factor to make it.
+        A shared connection in the user's own configuration is kept: it may have required a
+        second factor.
         """
         options = list(_OPTIONS)
         own = self._run(["ssh", "-G", self.name], limit_s=commands.ANSWER_S)
@@ -97,9 +97,9 @@ class SshConnection:
     def bash(
         self, body: str, *, limit_s: float | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run lines of bash in a login shell, for ten minutes where no limit is given.
+        """Run lines of bash in a login shell, for at most ten minutes by default.
 
-        The lines go by stdin, so that no argument list shows them.
+        The lines are sent by stdin, so that no argument list shows them.
         """
         script = _WRAPPER.format(body=body, begin=_BEGIN, end=_END)
         stdin = script.encode("utf-8", "surrogateescape")
@@ -114,10 +114,10 @@ class SshConnection:
         return subprocess.CompletedProcess([], int(status), output, message)
 
     def command(self, argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run one command, as `commands.Command` wants it.
+        """Run one command; the method is a `commands.Command`.
 
         Raises:
-            SchedulerMissing: the command does not exist there.
+            SchedulerMissing: the command does not exist on the host.
         """
         asks = commands.only_asks(argv)
         missing = f"{{ echo '{_MISSING}' >&2; exit 127; }}"
@@ -142,9 +142,9 @@ class SshConnection:
         `show` is called with its progress as rsync prints it, in parts.
 
         Raises:
-            LauncherError: rsync is missing there, or the shell there prints text into its stream.
+            LauncherError: rsync is missing on the host, or its shell prints text into the stream.
         """
-        waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that sends nothing any more
+        waits = f"--timeout={commands.ANSWER_S:.0f}"  # for a host that stops sending
         tells = () if show is None else ("--info=progress2",)
         argv = ["rsync", "--protect-args", waits, f"--rsh={shlex.join(self.ssh)}", *tells, *words]
         done = self._run(argv, names, limit_s=commands.TRANSFER_S, show=show)
@@ -157,7 +157,7 @@ class SshConnection:
         return done
 
     def _printing_shell(self) -> str:
-        """Return what the shell there prints in front of every command, and how to stop it."""
+        """Return the text that the host's shell prints before every command, and the fix."""
         done = self._run([*self.ssh, self.name, "true"], limit_s=commands.ANSWER_S)
         shown = first_line(done.stdout)[:80]
         return (
@@ -185,10 +185,10 @@ class SshConnection:
             raise Hung(self._why_lost(str(error))) from None
 
     def _why_lost(self, message: str) -> str:
-        """Note that the host was not reached; returns why."""
+        """Record that the host was not reached, and return the reason."""
         self.lost = time.time()
         lines = [line for line in message.strip().splitlines() if line not in (_BEGIN, _END)]
-        # ssh's own message is its last; rsync adds two lines about itself.
+        # ssh's own message comes last; rsync adds two lines about itself.
         own = [line for line in lines if not line.startswith("rsync")] or lines
         why = own[-1].strip() if own else "the connection was closed"
         return (
@@ -198,11 +198,11 @@ class SshConnection:
 
 
 connection_to = functools.cache(SshConnection)
-"""Returns the connection to the host of a name; one object per process."""
+"""Returns the connection to a host, one object per name and process."""
 
 
 def _socket_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return a folder of our own for the connection's socket; None where there can be none."""
+    """Return a private folder for the connection's socket; None if none can be created."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     own = Path(f"/tmp/tdt-ssh-{os.getuid()}")  # TMPDIR may be too long a path
     folder = Path(runtime, "tdt-ssh") if runtime and Path(runtime).is_dir() else own

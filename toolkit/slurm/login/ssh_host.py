@@ -1,10 +1,10 @@
-"""A login node that is reached by ssh: code goes there, jobs are submitted there, logs come back.
+"""A login node reached by ssh: it receives code and jobs, and returns logs.
 
-The code is the project's git working tree as it lies here: committed or not, but not ignored. A run
-directory there holds, beside what every run directory holds:
+The code is the project's git working tree: committed or not, but without ignored files. A run
+directory on the login node additionally contains:
 
-    code/         the project as it was when the run was submitted
-    submitted/    sbatch's answers, which a later connection reads if the first was cut
+    code/         the project at the time of submission
+    submitted/    sbatch's answers, for a later connection if the first is cut
 """
 
 import functools
@@ -38,19 +38,19 @@ from toolkit.text.answers import error_line, first_line, values
 from toolkit.text.quantities import format_size, rounded_size
 
 _CODE_BYTES = 2**30
-"""The default limit of a project's size."""
+"""Default limit of a project's size in bytes."""
 
 _NAMED = 5
-"""How many files of a project that is too large are named."""
+"""Number of files to name for a project that is too large."""
 
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""How long to wait before each new try when the connection was cut: a minute in all."""
+"""Delay before each retry after a cut connection, in seconds; a minute in all."""
 
 _SENT = re.compile(rb"\r *([\d.,]+) +(\d+)%")
-"""rsync's progress: bytes, in groups of digits by the locale, and their share of all."""
+"""rsync's progress: bytes, grouped by the locale, and the percentage."""
 
 _LISTED = re.compile(r"(?:[HSMRCKU?] |.*\n[HSMRCKU?] )(.*)", re.DOTALL)
-"""A file that `git ls-files -t` lists, after what a wrapper of git may print."""
+"""A file listed by `git ls-files -t`, after possible output of a git wrapper."""
 
 _MAKE = """\
 set -e
@@ -83,16 +83,16 @@ cat {key} 2>/dev/null
 cat {key}.said >&2
 exit $status
 """
-"""sbatch prints into files first: a lost connection loses nothing of it."""
+"""sbatch prints to files first: a lost connection loses no output."""
 
 
 class SshLoginNode(LoginNode):
-    """A login node that is reached by ssh."""
+    """A login node reached by ssh."""
 
     remote = True
 
     def __init__(self, profile: SlurmProfile) -> None:
-        """Prepare to reach the host; all in this process share its connection and its mirrors."""
+        """Prepare to reach the host; this process shares one connection and one set of mirrors."""
         self._ssh = connection_to(profile.host)
         self._mirrors = _mirrors_of(self._ssh, state_folder() / "mirrors" / profile.host)
         self._tree: WorkingTree | None = None
@@ -102,13 +102,13 @@ class SshLoginNode(LoginNode):
 
     @property
     def cwd(self) -> str:
-        """No folder: nothing of a job is in the home folder there."""
+        """Empty: the home folder on the host contains no files of a job."""
         return ""
 
     # ---- A new run
 
     def make(self, name: str) -> RunFolder:
-        """Make the run directory there, and its mirror here."""
+        """Create the run directory on the host, and its mirror here."""
         start = Path.cwd()
         tree = self._tree = working_tree(start)
         tree.require_small(self._profile.code_limit_bytes)
@@ -154,7 +154,7 @@ class SshLoginNode(LoginNode):
         tree = self._tree
         there = f"{self._ssh.name}:{folder.there}/"
         names = b"".join(os.fsencode(name) + b"\0" for name in tree.names)
-        # Files are compared by content: two edits within a second have one time and size.
+        # Compare files by content: two edits within a second may have the same time and size.
         # Unchanged files are hard links, so they must not be written to.
         same = ("--checksum", "--chmod=Du+rwx,F-w", "--from0", "--files-from=-")
         before = [f"--link-dest={self._before}"] if self._before else []
@@ -163,7 +163,7 @@ class SshLoginNode(LoginNode):
             ends = (f"{tree.root}/", f"{there}code/")
             self._sync("-lpt", *same, *before, *ends, names=names, report=report)
         self._sync("-rlt", f"{folder.here}/", there)
-        # The link leads to the code of the project's newest run.
+        # The link points to the code of the project's newest run.
         code, latest = shlex.quote(f"{folder.there}/code"), self._remote("/latest")
         link = self._remote(f"/latest/{tree.root.name}")
         self._ssh.bash(f"mkdir -p {latest}\nln -sfn {code} {link}")
@@ -180,7 +180,7 @@ class SshLoginNode(LoginNode):
             raise LauncherError(f"rsync to {self._ssh.name}: {error_line(done.stderr)}")
 
     def discard(self, folder: RunFolder, *, used: bool) -> None:
-        """Remove the run directory there and its mirror."""
+        """Remove the run directory on the host and its mirror."""
         shutil.rmtree(folder.here, ignore_errors=True)
         self._ssh.bash(f"rm -rf {shlex.quote(folder.there)}")
 
@@ -197,7 +197,7 @@ class SshLoginNode(LoginNode):
     ) -> "subprocess.CompletedProcess[str]":
         """Submit a job, or return the recorded answer if it was submitted before.
 
-        Secrets stand in what bash reads from its stdin: on no command line, and in no file.
+        bash reads secrets from its stdin: they appear on no command line and in no file.
         """
         file = f"submitted/{key}"
         script = _LOCKED + _SUBMIT
@@ -213,7 +213,7 @@ class SshLoginNode(LoginNode):
         )
 
     def answers(self, folder: RunFolder, keys: Sequence[str]) -> dict[str, str]:
-        """Return what sbatch has answered; a connection that was cut off is waited for."""
+        """Return sbatch's recorded answers, after waiting for an earlier cut connection."""
         own = "grep -aoE 'Submitted batch job [0-9]+' submitted/{key} | tail -n 1"
         lines = [f"[ ! -e submitted/{key} ] || echo {key} $({own.format(key=key)})" for key in keys]
         script = _LOCKED.format(folder=shlex.quote(folder.there)) + "\n".join(lines)
@@ -221,13 +221,13 @@ class SshLoginNode(LoginNode):
         return {key: answer for key, _, answer in pairs}
 
     def keep(self, folder: RunFolder, *, jobs: Sequence[str], record: RunRecord | None) -> None:
-        """Write the lines of the jobs, and the record of a new run, into the run directory."""
+        """Write the lines of the jobs, and the record of a new run, to the run directory."""
         commands = [
             f"grep -qsxF {shlex.quote(line)} jobs.jsonl || echo {shlex.quote(line)} >>jobs.jsonl"
             for line in jobs
         ]
         if record is not None:
-            # With this record the toolkit opens the run on the login node.
+            # The toolkit on the login node opens the run by this record.
             options = {k: v for k, v in record.profile.items() if k not in ("via", "remote_dir")}
             run_dir = Path(folder.there)
             profile = options | {"runs_dir": str(run_dir.parent)}
@@ -256,26 +256,26 @@ class SshLoginNode(LoginNode):
         self._mirrors.watch(run)
 
     def fetch(self, since: float) -> None:
-        """Make sure that the mirrors of the open runs are not older than `since`."""
+        """Refresh the mirrors of the open runs that are older than `since`."""
         self._mirrors.fetch(since)
 
     def seen(self, record: RunRecord) -> Path | None:
-        """Return the mirror, brought up to date if it is older than seconds."""
+        """Return the mirror, refreshed if it is a few seconds old."""
         if record.remote_dir is not None:
             self._mirrors.refresh()
         return record.run_dir
 
     def exchange(self, record: RunRecord) -> Exchange | None:
-        """Return the way to the watchdogs, through the login node."""
+        """Return access to the watchdogs, through the login node."""
         return SshExchange(self._ssh, record.remote_dir) if record.remote_dir else None
 
     def request_cancel(self, record: RunRecord) -> None:
-        """Leave the mark of a cancelled run, there and here."""
+        """Mark the run as cancelled, on the host and here."""
         self._mark(record, "mkdir -p {0} && touch {0}/cancel_requested")
         super().request_cancel(record)
 
     def withdraw_cancel(self, record: RunRecord) -> None:
-        """Take the mark back, there and here."""
+        """Remove the cancellation mark, on the host and here."""
         self._mark(record, "rm -f {0}/cancel_requested")
         super().withdraw_cancel(record)
 
@@ -285,7 +285,7 @@ class SshLoginNode(LoginNode):
 
 
 class SshExchange:
-    """The folder of a run's watchdogs, on the file system of the login node."""
+    """The folder of a run's watchdogs on the login node."""
 
     def __init__(self, ssh: SshConnection, remote_dir: str) -> None:
         self._ssh = ssh
@@ -296,17 +296,17 @@ class SshExchange:
         return self._ssh.bash(f'cd {shlex.quote(self._logs)} && cd "{folder}" && {command}')
 
     def ask(self, name: str) -> None:
-        """Ask all watchdogs of the newest attempt."""
+        """Query all watchdogs of the newest attempt."""
         done = self._bash(f": >ask-{name}")
         if done.returncode != 0:
             raise LauncherError(f"{self._logs}: {NO_WATCHDOG}: {error_line(done.stderr)}")
 
     def answers(self, name: str) -> Iterable[bytes]:
-        """Return the answers that have come."""
+        """Return the received answers."""
         return self._bash(f"cat answer-{name}-*.json 2>/dev/null").stdout.encode().splitlines()
 
     def withdraw(self, name: str) -> None:
-        """Remove the question and its answers."""
+        """Remove the query and its answers."""
         self._bash(f"rm -f ask-{name} answer-{name}-*.json")
 
 
@@ -327,10 +327,10 @@ class WorkingTree:
     """Files and symbolic links below the root, those of submodules included."""
 
     def require_small(self, limit_bytes: int | None) -> None:
-        """Refuse a project that is too large to be code.
+        """Refuse a project that exceeds the size limit.
 
         Raises:
-            LauncherError: there is more; the biggest files are named.
+            LauncherError: the project is too large; the message names the largest files.
         """
         limit = _CODE_BYTES if limit_bytes is None else limit_bytes
         sizes = {name: (self.root / name).lstat().st_size for name in self.names}
@@ -346,7 +346,7 @@ class WorkingTree:
 
 
 def working_tree(folder: Path) -> WorkingTree:
-    """Return the repository that `folder` is in.
+    """Return the repository that contains `folder`.
 
     Raises:
         LauncherError: git is not installed, or the folder is not a repository.
@@ -374,7 +374,7 @@ def working_tree(folder: Path) -> WorkingTree:
 
 
 def _files(root: Path, below: str) -> Iterator[str]:
-    """Yield the files of the repository `below` the root, and of those within it."""
+    """Yield the files of the repository `below` the root, and of nested repositories."""
     listed = run_git(root / below, "ls-files", "-z", "-t", "-co", "--exclude-standard")
     if listed.returncode != 0:
         raise LauncherError(f"git ls-files in {root / below}: {os.fsdecode(listed.stderr).strip()}")
@@ -388,5 +388,5 @@ def _files(root: Path, below: str) -> Iterator[str]:
             continue  # git still lists a file that was deleted, or replaced by a link
         if path.is_symlink() or not path.is_dir():
             yield name
-        elif (path / ".git").exists():  # a submodule, or a repository that was not added
+        elif (path / ".git").exists():  # a submodule, or a nested repository
             yield from _files(root, name)

@@ -1,1 +1,1 @@
-"""What an attempt leaves behind, read: outcome.json, torchrun's reports, errors of ranks."""
+"""Readers of an attempt's evidence: outcome.json, torchrun reports, errors of ranks."""

@@ -1,7 +1,7 @@
-"""What has failed first, as a sentence, and whether another start would end like this one.
+"""The first failure, as a sentence, and whether another start would fail in the same way.
 
 The best evidence counts: the error file, exception or signal of the rank that failed first; the
-exception by which torchrun itself has ended; the error of srun, a container runtime or the shell.
+exception that ended torchrun itself; the error of srun, a container runtime or the shell.
 """
 
 import json
@@ -17,19 +17,19 @@ from .torchrun_report import Reported
 from .traceback import last_trace
 
 _MOST_REPORTED = 64
-"""So many reported ranks are looked at, the earliest ones."""
+"""The number of reported ranks to examine, the earliest first."""
 
 _ERROR_BYTES = 1 << 20
 
 
 class Cause(NamedTuple):
-    """What has failed first."""
+    """The first failure."""
 
     text: str
-    """With rank and node, where they are known."""
+    """A sentence with rank and node, if known."""
 
     hopeless: str = ""
-    """Why another start would end alike; empty where it may not."""
+    """Why another start would fail in the same way; empty if it may not."""
 
     echo: bool = False
     """Whether it only reports the loss of another rank."""
@@ -39,7 +39,7 @@ class RankFailure(NamedTuple):
     """How a rank has failed."""
 
     kind: str
-    """As in `rank_end.RankEnd`."""
+    """See `rank_end.RankEnd`."""
     time: float
     rank: Optional[int]
     local_rank: int
@@ -47,28 +47,28 @@ class RankFailure(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        """Describe it in a line."""
+        """Describe the failure in one line."""
         return in_words(self.kind, self.rank, self.local_rank, self.node, self.message)
 
 
 class Logs(NamedTuple):
-    """What an attempt has left beside the folders of its ranks."""
+    """The attempt's evidence outside the rank folders."""
 
     names: Sequence[str] = ()
-    """Names of the nodes by their numbers; folders are named `node-NUMBER` then."""
+    """Node names by node number, if the folders are named `node-NUMBER`."""
     nodes: int = 1
-    """How many nodes the attempt has."""
+    """The number of nodes of the attempt."""
     reported: Sequence[Reported] = ()
     out_of_memory: Sequence[str] = ()
-    """Names of nodes whose memory ran out."""
+    """Names of nodes that ran out of memory."""
     lines: Sequence[str] = ()
-    """The end of what torchrun and the programs around it have printed."""
+    """The last output lines of torchrun and the programs around it."""
     few_gpus: str = ""
-    """How many GPUs each node lacks for its ranks, in words."""
+    """A phrase about nodes with fewer GPUs than ranks; see few_gpus()."""
 
 
 def cause_of(attempt: Attempt, folder: str, logs: Logs) -> Optional[Cause]:
-    """Return what has failed first in the last start of an attempt; None if nothing says it."""
+    """Return the first failure in the last start of an attempt; None without evidence."""
     look = Look(attempt, folder, all_ended=True)
     failures = _Ranks(look, logs).failures()
     first = min(failures, key=lambda one: order(one.kind, one.time), default=None)
@@ -100,11 +100,11 @@ class _Ranks:
                 self.base.setdefault(_short(one.host), one.rank - one.local_rank)
 
     def failures(self) -> List[RankFailure]:
-        """Return how ranks have failed: the reported ones, and others that have raised an error."""
+        """Return the failures of ranks: the reported ones, and others that raised an error."""
         folders = {os.path.join(*file.rank.split("/")[-3:]): file for file in self.files}
         alone: Dict[int, File] = {}
         for file in self.files if len({file.node for file in self.files}) == 1 else ():
-            alone[_number(os.path.basename(file.rank))] = file  # whatever the node calls itself
+            alone[_number(os.path.basename(file.rank))] = file  # under any name of the node
         by_name = {(self._host(file), os.path.basename(file.rank)): file for file in self.files}
         reported = sorted(self.logs.reported, key=lambda one: one.time)
         seen, found = set(), []
@@ -194,13 +194,13 @@ def _changed_s(path: str) -> float:
 
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: .*)?$")
 _OF_RANKS = re.compile(r"\S*(?:ChildFailedError|SignalException)\b|.*[Ss]ee inner exception")
-"""How torchrun ends for its ranks' sake, and what only points to the exception before."""
+"""Errors of torchrun because of its ranks, and lines that only refer to an earlier exception."""
 
 _USAGE = re.compile(r"(torchrun: error: .*)")
 
 
 def own_error(lines: Iterable[str]) -> str:
-    """Return the last exception that torchrun has raised itself, or why it refuses its options.
+    """Return the last exception that torchrun itself raised, or why it rejects its options.
 
     >>> own_error(["[rank 0] ValueError: x", "torch.DistNetworkError: taken", "x.SignalException"])
     'torch.DistNetworkError: taken'
@@ -221,7 +221,7 @@ _OF_PROGRAMS = [
         r"slurmstepd.*: error: (pyxis: .*)",
     )
 ]
-"""Errors of enroot, apptainer, podman, the shell, srun and pyxis, the more exact ones first."""
+"""Errors of enroot, apptainer, podman, the shell, srun and pyxis, the most specific first."""
 
 
 def program_error(lines: Sequence[str]) -> str:
@@ -238,7 +238,7 @@ def program_error(lines: Sequence[str]) -> str:
     return ""
 
 
-# ---- Whether another start would end alike
+# ---- Whether another start would fail in the same way
 
 LOOPBACK = (
     "a node's own name leads to 127.0.0.1 or 127.0.1.1, where other nodes do not find it; set "
@@ -246,7 +246,7 @@ LOOPBACK = (
 )
 _LOOPBACK = re.compile(r"remote=\[127\.")
 _NO_IMAGE = re.compile("manifest unknown|manifest for .* not found|name unknown|error code: 404")
-"""What a registry says of an image that it does not have."""
+"""Messages of a registry about a missing image."""
 
 _NO_DEVICE = re.compile("invalid device ordinal")
 _CODE = re.compile(
@@ -256,10 +256,10 @@ _CODE = re.compile(
 
 
 def _hopeless(text: str, failures: Sequence[RankFailure], look: Look, logs: Logs) -> str:
-    """Return why another start would end alike, or nothing where the evidence is weak.
+    """Return why another start would fail in the same way; empty if the evidence is weak.
 
-    A module that is missing on some nodes may be these nodes' fault. A step or
-    checkpoint shows that the program can start.
+    A module that is missing on some nodes only may be a fault of these nodes. A step or
+    checkpoint proves that the program can start.
     """
     messages = [one.message for one in failures]
     if logs.nodes > 1 and any(map(_LOOPBACK.search, [*messages, *logs.lines])):
@@ -277,14 +277,14 @@ def _hopeless(text: str, failures: Sequence[RankFailure], look: Look, logs: Logs
 
 
 def no_image(text: str) -> bool:
-    """Whether a registry does not have the image."""
+    """Whether the image is missing in its registry."""
     return _NO_IMAGE.search(text) is not None
 
 
 def few_gpus(command: Iterable[str], environ: Mapping[str, str], devices: str = "") -> str:
-    """Return in words how many GPUs a node lacks for its ranks; empty where it is not known.
+    """Return the ranks and GPUs per node in words, if a node has too few GPUs; else empty.
 
-    `devices`: the numbers of a node's GPUs, in place of what the environment says.
+    `devices`: the numbers of a node's GPUs; overrides the environment.
 
     >>> few_gpus(["--nproc-per-node=4"], {"CUDA_VISIBLE_DEVICES": "0,1"})
     '4 ranks per node, and 2 GPUs'

@@ -1,6 +1,6 @@
-"""Messages of a rank that has only lost another one, so that they name no cause.
+"""Messages of a rank that only lost another rank; they do not reveal the cause.
 
-`train/errors.py` imports nothing of the toolkit and holds a copy, which a test compares.
+`train/errors.py` imports nothing from the toolkit and has a copy, which a test compares.
 `toolkit/functions/worker.py` finds the list in `call.json`.
 """
 
@@ -32,8 +32,8 @@ NO_ECHOES = (
     "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
     "|eaddrinuse"
 )
-"""Messages about a mistake or a defect on this side: NCCL's, such as two ranks on one GPU, and
-gloo's about ranks that are in different collectives, and a port that is taken."""
+"""Messages about an error on this side: NCCL's, such as two ranks on one GPU; gloo's about ranks in
+different collectives; and a port that is in use."""
 
 _ECHO, _NO_ECHO = re.compile("|".join(ECHOES)), re.compile(NO_ECHOES)
 

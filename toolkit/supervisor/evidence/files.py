@@ -1,6 +1,6 @@
-"""Bounded reads of files that somebody else may have written.
+"""Bounded reads of untrusted files.
 
-Text is decoded as Latin-1, byte by byte: it may be cut anywhere, and may be no text at all.
+Text is decoded as Latin-1, byte by byte: it may be cut anywhere, and may be binary data.
 """
 
 import os
@@ -8,14 +8,14 @@ import stat
 from typing import BinaryIO, List, Optional
 
 TAIL_BYTES = 65536
-"""How much of the end of a log or record is read."""
+"""The number of bytes to read from the end of a log or record."""
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a file for reading, without waiting for a writer, as one would at a named pipe.
+    """Open a file for reading; never block, not even on a named pipe.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -25,7 +25,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read(path: str, most: int = TAIL_BYTES) -> str:
-    """Return the beginning of a file; nothing if it cannot be read."""
+    """Return the beginning of a file; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read(most).decode("latin-1")
@@ -34,7 +34,7 @@ def read(path: str, most: int = TAIL_BYTES) -> str:
 
 
 def last_lines(path: str, most: int = TAIL_BYTES, end: Optional[int] = None) -> List[str]:
-    """Return the last lines of a file, or of those before a byte; the first of them may be cut."""
+    """Return the last lines of a file, or of its part before `end`; the first may be cut."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2) if end is None else end

@@ -1,7 +1,7 @@
-"""The first error of a start of the ranks, and whether two starts have failed in the same way.
+"""The first error of a start, and whether two starts failed in the same way.
 
-A rank may have written an error file (torchrun's `record`), or an exception on stderr. Most of
-what the other ranks write then is an echo: they have lost the first one.
+A rank may have written an error file (torchrun's `record`), or an exception on stderr. Most errors
+of the other ranks are then echoes: these ranks have lost the first one.
 """
 
 import os
@@ -15,29 +15,29 @@ from .torchrun_report import Reported
 
 MESSAGE_CHARS = 300
 _LONGEST_MESSAGE = 2000
-"""How much of a message is looked at: what follows is not compared."""
+"""The number of characters of a message that are compared."""
 
 
 class Failure(NamedTuple):
-    """How a start of the ranks has failed."""
+    """How a start of the ranks failed."""
 
     kind: str
-    """`error`: a rank has raised it; `fault`: an exception that mostly is the code's fault; `bare`:
-    a signal, an exit status or a lost peer, at a known step; `unsure`: the step is not known."""
+    """`error`: raised by a rank; `fault`: an exception that usually is a bug in the code; `bare`:
+    a signal, an exit status or a lost peer, at a known step; `unsure`: the step is unknown."""
 
     step: str
-    """`N`; `N+` for N or later; `after NAME` of the newest checkpoint; `-` if nothing is known."""
+    """`N`; `N+` for N or later; `after NAME` for the newest checkpoint; `-` if unknown."""
 
     message: str
-    """What was raised, without what differs from start to start: paths, numbers, times, hosts."""
+    """The error, without parts that differ between starts: paths, numbers, times, hosts."""
 
     def line(self) -> str:
-        """Return it as the file `first_error` of an attempt holds it."""
+        """Return the failure as a line of the attempt's file `first_error`."""
         return "\t".join(self)
 
 
 def from_line(line: str) -> Optional[Failure]:
-    """Return what a file `first_error` says, or nothing if it does not hold one failure."""
+    """Return the failure in a file `first_error`; None if it does not contain exactly one."""
     fields = line.rstrip("\n").split("\t")
     return Failure(*fields) if len(fields) == 3 and "\n" not in line.rstrip("\n") else None
 
@@ -46,10 +46,10 @@ def from_line(line: str) -> Optional[Failure]:
 
 
 def alike(before: Optional[Failure], now: Failure, *, in_a_row: bool) -> bool:
-    """Whether a failure is the same as an earlier one, so that a third start would end like both.
+    """Whether a failure repeats an earlier one, so a third start would fail in the same way.
 
-    A fault is the same at any step. Other errors are the same at the same known step, or word for
-    word in two starts in a row.
+    A fault is the same at any step. Other errors are the same at the same known step, or if two
+    consecutive starts have identical messages.
     """
     if before is None or before.kind != now.kind or before.kind == "unsure":
         return False
@@ -65,7 +65,7 @@ def loose(text: str) -> str:
     return re.sub("[0-9]+", "#", re.sub('/[^ ,;"]+', "/*", text))
 
 
-# ---- What ranks have raised
+# ---- Errors raised by ranks
 
 _FAULT = re.compile(
     "(?:Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Recursion|Syntax"
@@ -75,7 +75,7 @@ _FAULT = re.compile(
 ANOTHER_ONE = "ranks have lost another one"
 
 _AFTER_MOST = 50
-"""With more lines after an exception, the rank went on."""
+"""With more lines than this after an exception, the rank continued."""
 
 
 def _printed(path: str) -> str:
@@ -83,7 +83,7 @@ def _printed(path: str) -> str:
     text, expected, after, ignored = "", False, 0, False
     for full in last_lines(path):
         line = re.sub(r"^\[rank[0-9]+\]: ?", "", full)
-        if line.startswith("Exception ignored"):  # by Python, mostly when it ends
+        if line.startswith("Exception ignored"):  # by Python, usually at exit
             ignored = True
         elif line.startswith("Traceback (most recent call last):"):
             expected, after, ignored = not ignored, 0, False
@@ -104,7 +104,7 @@ def _printed(path: str) -> str:
 
 
 def _member(text: str, name: str) -> str:
-    """Return the value of a name in a line of JSON that may be cut; of a text, its first line."""
+    """Return the value of a name in a possibly cut line of JSON; for a text, its first line."""
     found = re.search(rf'"{name}" *: *(["0-9a-z].*)', text, re.DOTALL)
     if found is None:
         return ""
@@ -116,7 +116,7 @@ def _member(text: str, name: str) -> str:
     return value.replace("\2", '"').replace("\1", "\\")
 
 
-# ---- What differs from start to start
+# ---- Parts that differ between starts
 
 _NUMBERED = re.compile(
     "(?:[Pp][Ii][Dd]|[Pp]rocess|[Tt]hread|[Aa]ttempt|[Rr]estart|[Pp]ort|[Rr]ank|GPU|cuda)"
@@ -138,9 +138,9 @@ _MASKS = [
 
 
 def _plain(text: str, hosts: Iterable[str]) -> str:
-    """Mask what differs from start to start."""
+    """Mask the parts that differ between starts."""
     text = text.replace("\t", " ")[:_LONGEST_MESSAGE]
-    for host in sorted(hosts, key=len, reverse=True):  # the longest first: one may begin another
+    for host in sorted(hosts, key=len, reverse=True):  # the longest first: names may overlap
         if host:
             text = re.sub(rf"(?<![A-Za-z0-9_]){re.escape(host)}(?![A-Za-z0-9_])", "*", text)
     for pattern, mask in _MASKS:
@@ -159,11 +159,11 @@ def _without_id(word: str) -> str:
 
 
 class File(NamedTuple):
-    """What a rank has left of one start: `NODE/RUN/attempt_N/RANK/NAME`."""
+    """A file of a rank from one start: `NODE/RUN/attempt_N/RANK/NAME`."""
 
     path: str
     rank: str
-    """Its folder."""
+    """The rank's folder."""
     number: str
     """The N of torchrun's folder `attempt_N`."""
     run: str
@@ -172,7 +172,7 @@ class File(NamedTuple):
 
     @property
     def is_error_file(self) -> bool:
-        """Whether a rank has written it, and not its stderr."""
+        """Whether this is an error file, not stderr."""
         return self.path.endswith("/error.json")
 
 
@@ -210,20 +210,20 @@ def _number(text: str) -> int:
 
 
 class Attempt(NamedTuple):
-    """Where the ranks of an attempt have left what they know."""
+    """The location of the evidence from an attempt's ranks."""
 
     run_dir: str
     number: int
     nodes: Sequence[str] = ()
-    """Names of the nodes, and of this machine: they are no part of a message."""
+    """Names of the nodes, and of this machine, to mask in messages."""
     reports: Sequence[Reported] = ()
     """The ranks that torchrun reports."""
     newer_than_ns: Optional[int] = None
-    """When the start began, where an attempt has several (a pod); older files are not read."""
+    """The start time, if an attempt has several starts (a pod); older files are ignored."""
 
 
 class Look:
-    """One look at the files of an attempt."""
+    """A snapshot of an attempt's files."""
 
     def __init__(self, attempt: Attempt, folder: str, *, all_ended: bool) -> None:
         self.attempt, self.all_ended = attempt, all_ended
@@ -252,7 +252,7 @@ class Look:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def at(self, start: Optional[str]) -> Optional[Failure]:
-        """Return how a start has failed; without a number, the last one of each node."""
+        """Return how a start failed; without a number, the last start of each node."""
         bare = self.died
         for file in self.files:
             last = file.number == self.most[file.run]
@@ -284,11 +284,11 @@ class Look:
         return file.number == self.most[file.run] and file.run == self.newest[file.node]
 
     def made_progress(self) -> bool:
-        """Whether a step or a checkpoint is known: the program has started, now or before."""
+        """Whether a step or checkpoint is known: the program has run, now or earlier."""
         return self._step(None) != "-"
 
     def _is_of(self, record: str, start: Optional[str]) -> bool:
-        """Whether a record is of this attempt, and of this start."""
+        """Whether a record belongs to this attempt and this start."""
         attempt, restart = _member(record, "attempt"), _member(record, "restart")
         if attempt and attempt != str(self.attempt.number):
             return False
@@ -342,7 +342,7 @@ class Look:
 
 
 def newest_checkpoint(run_dir: str) -> str:
-    """Return the name of a run's newest checkpoint, or nothing.
+    """Return the name of a run's newest checkpoint; empty without one.
 
     `train` has a folder for each attempt, `attempt-N/step-M`.
     """
@@ -356,7 +356,7 @@ def newest_checkpoint(run_dir: str) -> str:
 
 
 def _times(folder: str) -> List[Tuple[int, str]]:
-    """Return what is in a folder of checkpoints, with the negative of the time of its change."""
+    """Return the names in a checkpoint folder, each with its negative mtime."""
     try:
         names = [name for name in os.listdir(folder) if not name.startswith(".")]
         names = [name for name in names if not name.endswith(".tmp")]
@@ -366,14 +366,14 @@ def _times(folder: str) -> List[Tuple[int, str]]:
 
 
 def last_failure(attempt: Attempt, folder: str) -> Optional[Failure]:
-    """Return how the last start of all nodes has failed, once all have ended."""
+    """Return how the last start of all nodes failed, once all have ended."""
     return Look(attempt, folder, all_ended=True).at(None)
 
 
 def repeated_failure(attempt: Attempt, folder: str, *, all_ended: bool) -> Optional[Failure]:
-    """Return how two starts by the torchrun of a folder have failed alike, if two have.
+    """Return the failure that two starts by the torchrun of a folder share; None without one.
 
-    `all_ended`: the ranks of the last start have ended, too, so that their stderr is whole.
+    `all_ended`: the ranks of the last start have also ended, so their stderr is complete.
     """
     look = Look(attempt._replace(reports=()), folder, all_ended=all_ended)
     seen: List[Optional[Failure]] = []
@@ -388,7 +388,7 @@ def repeated_failure(attempt: Attempt, folder: str, *, all_ended: bool) -> Optio
 
 
 def in_words(failure: Failure) -> str:
-    """Return a sentence about a failure that two starts had."""
+    """Return a sentence about a failure of two starts."""
     step = failure.step
     at = ""
     if re.match("[0-9]+$", step):

@@ -1,4 +1,4 @@
-"""What srun, slurmstepd and torchrun have printed into the log of a Slurm job."""
+"""The output of srun, slurmstepd and torchrun in the log of a Slurm job."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from .files import TAIL_BYTES, last_lines, open_regular
 from .torchrun_report import LINE
 
 _MOST_LINES = 30000
-"""Of those that count: some thousand ranks' reports."""
+"""Maximum number of relevant lines: enough for the reports of some thousand ranks."""
 
 _BEGINNINGS = (b"slurmstepd", b"srun: ", b"Root Cause", b" ")
 _ANYWHERE = re.compile(rb"oom[-_]kill event|Step[^ ]* exceeded memory limit \([0-9]+ > [0-9]+\)")
@@ -16,17 +16,17 @@ _RANK_FAILED = b"failed (exitcode: "
 
 
 class JobLog:
-    """The lines of one attempt, as far as they count. Each byte is read once."""
+    """The relevant lines of one attempt. Each byte is read once."""
 
     def __init__(self, path: str, begin: int, end: Optional[int] = None) -> None:
         self.path, self.begin, self.end = path, begin, end
         self.lines: List[str] = []
         self.failed_starts = 0
-        """How often a torchrun has said that ranks of its have failed."""
+        """How often a torchrun has logged that its ranks failed."""
         self._next = begin
 
     def read_on(self) -> List[str]:
-        """Read what has been added; return all lines that count. A last line may be unfinished."""
+        """Read new lines; return all relevant lines. The last line may be unfinished."""
         unfinished = ""
         try:
             with open_regular(self.path) as file:
@@ -46,14 +46,14 @@ class JobLog:
         return [*self.lines, unfinished] if unfinished else self.lines
 
     def tail(self) -> List[str]:
-        """Return the last lines of the attempt, whatever they are."""
+        """Return the last lines of the attempt, relevant or not."""
         size = os.path.getsize(self.path) if os.path.isfile(self.path) else 0
         end = size if self.end is None else min(size, self.end)
         return last_lines(self.path, min(TAIL_BYTES, max(end - self.begin, 0)), end)
 
     def _keep(self, line: str) -> None:
         if len(self.lines) >= _MOST_LINES:
-            del self.lines[_MOST_LINES // 2]  # the first and the last ones say most
+            del self.lines[_MOST_LINES // 2]  # the first and the last lines matter most
         self.lines.append(line)
 
 
@@ -68,7 +68,7 @@ def _text(line: bytes) -> str:
     return line.decode("latin-1").rstrip("\r\n")
 
 
-# ---- What the lines say
+# ---- Information in the lines
 
 
 def _found(pattern: str, lines: Iterable[str]) -> List[str]:
@@ -79,7 +79,7 @@ def _found(pattern: str, lines: Iterable[str]) -> List[str]:
 def cause_of_end(lines: Iterable[str]) -> str:
     """Return why Slurm has ended the job: `JOB` (a requeue), `NODE`, `PREEMPTION`, `TIME` or "".
 
-    slurmstepd says so. Of a job that was sent a signal before, it has said that, too.
+    slurmstepd logs the reason. If the job got a signal earlier, slurmstepd also logged that.
     """
     pattern = (
         r"^slurmstepd[^ ]*: error: \*\*\* "
@@ -89,38 +89,38 @@ def cause_of_end(lines: Iterable[str]) -> str:
 
 
 def failed_nodes(lines: Iterable[str]) -> List[str]:
-    """Return the nodes that Slurm has lost: srun reports each."""
+    """Return the nodes that Slurm has lost; srun reports each one."""
     return sorted(set(_found("^srun: error: Node failure on ([^ ]+)$", lines)))
 
 
 def nodes_without_launch(lines: Iterable[str]) -> List[str]:
-    """Return the nodes on which srun could not start a task, as far as it names them."""
+    """Return the nodes on which srun could not start a task, if srun names them."""
     return _found("Task launch for .* failed on node ([^ :]+):", lines)
 
 
 def credential_expired(lines: Iterable[str]) -> bool:
-    """Whether the request to start a task was too old for a node, or came too soon after another.
+    """Whether a node refused a request to start a task: too old, or too soon after another.
 
-    For `cred_expire` seconds, a node refuses the job id of a step that it has ended.
+    For `cred_expire` seconds, a node refuses the job id of a step that ended there.
     """
     return bool(_found("^srun: .*(Job credential) (?:expired|revoked)", lines))
 
 
 def step_was_stopped(lines: Iterable[str]) -> bool:
-    """Whether a signal to the step came before a task had ended, by the order of the lines."""
+    """Whether the step got a signal before a task ended, by the order of the lines."""
     stopped = r"^slurmstepd[^ ]*: error: (\*\*\*) STEP .* CANCELLED AT "
     first = _found(stopped + "|^srun: error: [^ ]+: (tasks?) ", lines)[:1]
     return first == ["***"]
 
 
 def memory_exceeded(lines: Iterable[str]) -> Optional[str]:
-    """Return what Slurm says of memory that ran out: with its figures, or ""; None if nothing."""
+    """Return Slurm's out-of-memory message: with figures, or ""; None without one."""
     exceeded = _found(r"(Step[^ ]* exceeded memory limit \([0-9]+ > [0-9]+\))", lines)
     return exceeded[0] if exceeded else "" if _found("oom[-_]kill event()", lines) else None
 
 
 def prolog_failed(lines: Iterable[str]) -> str:
-    """Return which of a site's prologs has failed, and where."""
+    """Return the failed prolog of the site, and its node."""
     for line in lines:
         found = re.match("slurmstepd-?([^:]*): error: (TaskProlog failed.*)", line)
         if found:

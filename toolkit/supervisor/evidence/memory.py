@@ -1,4 +1,4 @@
-"""Processes that the kernel has killed because memory ran out, and what ranks have used of it."""
+"""Processes that the kernel killed out of memory, and the memory peaks of ranks."""
 
 import os
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Sequence
@@ -8,16 +8,16 @@ from .files import read
 CGROUPS = "/sys/fs/cgroup"
 
 _FILES = {"": ("", "memory.events"), "memory": ("/memory", "memory.oom_control")}
-"""By the controllers of a line in /proc/PID/cgroup, none in version 2: where the hierarchy is
-mounted, and the file with the kernel's counts (cgroups(7))."""
+"""By the controllers of a line in /proc/PID/cgroup, none in version 2: the mount point of the
+hierarchy, and the file with the kernel's counters (cgroups(7))."""
 
 
 def oom_kills(membership: str = "/proc/self/cgroup", mount: str = CGROUPS) -> int:
-    """Return how many processes of this process's cgroup were killed for want of memory.
+    """Return how many processes of this process's cgroup were killed out of memory.
 
     Args:
         membership: The file that names the cgroups of a process.
-        mount: Where the hierarchies are mounted. A container may see its own cgroup as their root.
+        mount: Mount point of the hierarchies. A container may see its cgroup as their root.
     """
     kills = 0
     for line in read(membership).split("\n"):
@@ -32,7 +32,7 @@ def oom_kills(membership: str = "/proc/self/cgroup", mount: str = CGROUPS) -> in
 
 
 def oom_kills_of_container(mount: str) -> int:
-    """Return how many processes of a container were killed, whose cgroup is the root it sees."""
+    """Return how many processes of a container were killed; its cgroup is the visible root."""
     return sum(_kills_in(read(f"{mount}{place}/{name}")) for place, name in _FILES.values())
 
 
@@ -44,7 +44,7 @@ def _number(text: str) -> int:
     return int(text) if text.strip().isdigit() else 0
 
 
-# ---- What ranks use
+# ---- Memory of ranks
 
 
 class Rank(NamedTuple):
@@ -52,13 +52,13 @@ class Rank(NamedTuple):
 
     pid: int
     number: str
-    """Its RANK."""
+    """The rank's RANK."""
     restart: int
-    """How often torchrun has started the ranks again before this one."""
+    """How often torchrun restarted the ranks before this one."""
 
 
 def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
-    """Yield the ranks among the processes below others, as far as they can be looked into."""
+    """Yield the ranks among the descendants of processes, as far as /proc is readable."""
     below = [*_children(pids)]
     for pid in below:
         variables = _variables(pid)
@@ -68,9 +68,9 @@ def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
 
 
 def _rank_of_proxy(pid: int, below: Sequence[int]) -> int:
-    """Return the pid of the rank of a proxy (watchdog/rank_proxy.py); 0 for other processes.
+    """Return the pid of a proxy's rank (watchdog/rank_proxy.py); 0 for other processes.
 
-    A proxy in a container is named after the pid that its rank has there.
+    A proxy in a container is named after its rank's pid in the container.
     """
     word, _, number = read(f"/proc/{pid}/comm", 20).strip().partition("-")
     if word != "for" or not number.isdigit():
@@ -89,7 +89,7 @@ def _pids_in_namespaces(pid: int) -> List[str]:
 
 
 def peak_kb(pid: int) -> int:
-    """Return the most memory that a process has had, in KiB (VmHWM of proc(5)); 0 if unknown."""
+    """Return the memory peak of a process in KiB (VmHWM of proc(5)); 0 if unknown."""
     for line in read(f"/proc/{pid}/status").split("\n"):
         if line.startswith("VmHWM:"):
             return _number(line[6:].rpartition("kB")[0])
@@ -97,7 +97,7 @@ def peak_kb(pid: int) -> int:
 
 
 def _children(pids: Iterable[int]) -> Iterator[int]:
-    """Yield all processes below others: those that the first thread of each has started."""
+    """Yield all descendants of processes: those started by the first thread of each."""
     waiting: List[int] = list(pids)
     while waiting:
         pid = waiting.pop()

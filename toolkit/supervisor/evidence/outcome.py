@@ -9,10 +9,10 @@ _VALUE = r'"%s": *("(?:[^"\\]|\\.)*"|[^,}]*)'
 
 
 class Outcome(NamedTuple):
-    """What the record says of an attempt; fields that it does not have are empty."""
+    """The contents of the record; missing fields are empty."""
 
     status: str = ""
-    """`done`, `preempted`, `fatal`, `retryable`, or `running` while steps are made."""
+    """`done`, `preempted`, `fatal`, `retryable`, or `running` during training."""
 
     attempt: str = ""
     step: str = ""
@@ -23,14 +23,14 @@ class Outcome(NamedTuple):
 def read_outcome(run_dir: str) -> Outcome:
     """Read the record of a run directory, as far as it can be read.
 
-    The first occurrence of a name counts, whatever surrounds it: the file may be cut.
+    The first occurrence of a name counts, in any context: the file may be cut.
     """
     text = read(run_dir + "/outcome.json")
     return Outcome(*(_value(text, name) for name in Outcome._fields))
 
 
 def _value(text: str, name: str) -> str:
-    # A value does not go on in the next line.
+    # A value never continues in the next line.
     found = next(filter(None, (re.search(_VALUE % name, line) for line in text.split("\n"))), None)
     if found is None:
         return ""

@@ -1,4 +1,4 @@
-"""Why a rank has ended: one judge of its error file, its stderr and torchrun's report."""
+"""Why a rank ended: one verdict from its error file, its stderr and torchrun's report."""
 
 import re
 import signal
@@ -8,13 +8,13 @@ from .echoes import is_echo
 from .traceback import last_trace
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""The signals that torchrun forwards to its ranks, and ends the other ranks with."""
+"""Signals that torchrun forwards to its ranks, or uses to end the other ranks."""
 
 _LAST_WORDS = 5
-"""How many lines of stderr are shown of a rank without a traceback."""
+"""How many lines of stderr to show for a rank without a traceback."""
 
 _THROWN = re.compile(r"^ *what\(\): *(.+)$", re.MULTILINE)
-"""An exception of C++ that nothing has caught, as it is printed before SIGABRT."""
+"""An uncaught C++ exception, as printed before SIGABRT."""
 
 
 class RankEnd(NamedTuple):
@@ -28,8 +28,8 @@ class RankEnd(NamedTuple):
     traceback: Tuple[str, ...]
 
     source: str
-    """The evidence that counted, whose time is that of the failure: `error file`, `traceback` or
-    `report`."""
+    """The deciding evidence, which also gives the time of the failure: `error file`, `traceback`
+    or `report`."""
 
 
 def judge(
@@ -39,13 +39,13 @@ def judge(
     stderr: Sequence[str],
     out_of_memory: bool,
 ) -> Optional[RankEnd]:
-    """Return why a rank ended; None for a rank that was only ended with the others.
+    """Return why a rank ended; None for a rank that was only stopped with the others.
 
     Args:
-        exitcode: Its exit status in torchrun's report, if there is one; negative for a signal.
+        exitcode: Its exit status in torchrun's report, if any; negative for a signal.
         error: Message and traceback of its error file.
         stderr: Its last lines.
-        out_of_memory: Whether the kernel has killed a process there for want of memory.
+        out_of_memory: Whether the kernel killed a process on its node out of memory.
     """
     trace = last_trace(stderr)
     if error is not None:
@@ -73,12 +73,12 @@ def judge(
 
 
 def kind_of(message: str) -> str:
-    """Return the kind of what a rank has raised."""
+    """Return the kind of a rank's error."""
     return "echo" if is_echo(message) else "exception"
 
 
 def killed_by(number: int) -> str:
-    """Return the sentence for a signal that has killed a rank."""
+    """Return the phrase for a signal that killed a rank."""
     try:
         return f"killed by {signal.Signals(number).name}"
     except ValueError:
@@ -86,14 +86,14 @@ def killed_by(number: int) -> str:
 
 
 def order(kind: str, time: float) -> Tuple[bool, float]:
-    """Return what failures are sorted by: those that only report another rank's loss come last."""
+    """Return the sort key of failures: echoes of another rank's loss come last."""
     return kind == "echo", time
 
 
 def in_words(
     kind: str, rank: Optional[int], local_rank: Optional[int], node: str, message: str
 ) -> str:
-    """Return the sentence for a rank that has failed."""
+    """Return the sentence for a failed rank."""
     local = "" if local_rank is None else f"local rank {local_rank}"
     who = local if rank is None else f"rank {rank}"
     lost = " has lost another rank, which left no word" if kind == "echo" else ""
@@ -102,5 +102,5 @@ def in_words(
 
 
 def exited(code: int) -> str:
-    """Return the sentence for an exit status, negative for a signal, of which no more is known."""
+    """Return the phrase for a bare exit status; negative for a signal."""
     return killed_by(-code) if code < 0 else f"exit status {code}"

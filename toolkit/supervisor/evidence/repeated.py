@@ -1,4 +1,4 @@
-"""Whether a failure has come before: in an earlier start of the ranks, or in an earlier attempt."""
+"""Whether a failure is repeated: from an earlier start of the ranks or an earlier attempt."""
 
 import glob
 import os
@@ -9,11 +9,11 @@ from .files import read
 from .first_error import ANOTHER_ONE, Attempt, Failure, alike, from_line, repeated_failure
 
 ECHO_S = 60
-"""How long one waits for the error of which another one is the echo: its files may come late."""
+"""How long to wait for the cause of an echo: its files may arrive late."""
 
 
 class Repetitions:
-    """Two starts by one torchrun that have failed alike; unchanged files are not read again."""
+    """Finds two starts by one torchrun that failed alike; does not reread unchanged files."""
 
     def __init__(self, starts: Callable[[], Attempt], torchruns: Callable[[], List[str]]) -> None:
         self._starts, self._torchruns = starts, torchruns
@@ -23,13 +23,13 @@ class Repetitions:
 
     @property
     def awaits_cause(self) -> bool:
-        """Whether an echo was found, and not yet the error that it is the echo of."""
+        """Whether an echo was found, but not yet its cause."""
         return self._echo is not None
 
     def in_job(self, *, all_ended: bool) -> Optional[Failure]:
-        """Return how the ranks of one torchrun failed alike in two starts, if they have.
+        """Return the failure that the ranks of one torchrun share in two starts; None without one.
 
-        `all_ended`: the ranks of the last start have ended, too, so that their stderr is whole.
+        `all_ended`: the ranks of the last start have also ended, so their stderr is complete.
         """
         for folder in sorted(folder.rstrip("/") for folder in self._torchruns()):
             if not os.path.isdir(folder + "/attempt_1"):
@@ -46,21 +46,21 @@ class Repetitions:
                 continue
             if not failure.message.endswith(ANOTHER_ONE):
                 return failure
-            self._echo = failure  # another node, whose files may come late, has the cause
+            self._echo = failure  # the cause is on another node; its files may arrive late
             self._echo_s = self._echo_s or time.monotonic()
         late = self._echo_s and time.monotonic() >= self._echo_s + ECHO_S
         return self._echo if all_ended or late else None
 
 
 def earlier_alike(now: Failure, files: Iterable[str]) -> str:
-    """Return the file `first_error` of an earlier start that has failed alike, or nothing.
+    """Return the file `first_error` of an earlier start that failed alike; empty without one.
 
-    `files`: those of earlier starts, the last one first.
+    `files`: those of earlier starts, the newest first.
     """
     for path in files:
         if alike(from_line(read(path, 4096)), now, in_a_row=True):
             return path
-        # Where no step is known, the starts in between may have made progress.
+        # If no step is known, starts in between may have made progress.
         if now.kind != "fault" and not now.step[:1].isdigit():
             break
     return ""

@@ -1,4 +1,4 @@
-"""How often torchrun has started the ranks of a run again, and why the last time."""
+"""How often torchrun restarted the ranks of a run, and the reason for the last restart."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ from .files import TAIL_BYTES, open_regular, read
 from .rank_end import exited
 
 _NODES_BEGIN_WITHIN_S = 5
-"""All nodes start their ranks within so many seconds: their torchruns count by themselves."""
+"""All nodes start their ranks within this many seconds; each torchrun counts separately."""
 
 _FAILED = re.compile(rb"failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) ")
 
@@ -38,9 +38,9 @@ def restarts_by_torchrun(run_dir: str) -> int:
 
 
 def last_cause(logs: Iterable[str], begin: int = 0) -> str:
-    """Return how the last rank failed after which torchrun has started all again.
+    """Return the failure of the rank that caused the last restart by torchrun.
 
-    `begin`: the byte at which a log begins to count.
+    `begin`: the first relevant byte of a log.
     """
     newest = b""
     for path in logs:
@@ -59,7 +59,7 @@ def last_cause(logs: Iterable[str], begin: int = 0) -> str:
 
 
 def after_restarts(run_dir: str, attempt: int, logs: Iterable[str], begin: int = 0) -> str:
-    """Return how often the ranks of a run that has succeeded were started again, and why."""
+    """Return how often the ranks of a successful run were restarted, and why."""
     count = restarts_by_torchrun(run_dir) + attempt
     if not count:
         return ""

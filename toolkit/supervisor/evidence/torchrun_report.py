@@ -1,4 +1,4 @@
-"""What torchrun tells of ranks that have failed: at its end, and in its log (TORCH_LOGS_OUT)."""
+"""Failed ranks in torchrun's final report and in its log (TORCH_LOGS_OUT)."""
 
 import contextlib
 import os
@@ -10,29 +10,29 @@ from typing import Deque, Dict, Iterable, List, NamedTuple, Optional, Tuple
 from .files import TAIL_BYTES, last_lines, open_regular
 
 LINE = re.compile(rb"Root Cause| +(?:time|host|rank|exitcode|error_file) *:")
-"""Of a report, as far as it counts."""
+"""A relevant line of a report."""
 
 _MOST_LINES = 50000
-"""Of reports: those of some thousand ranks."""
+"""Maximum number of report lines: enough for some thousand ranks."""
 
 _KEYS = ("time", "host", "rank", "exitcode", "error_file")
 _MOST_INCOMPLETE = 10000
-"""How many reports may be incomplete at a time: those of all nodes, mixed line by line."""
+"""Maximum number of incomplete reports at a time: lines of all nodes may be interleaved."""
 
 _REPORT_LINE = re.compile(r" {2}(time|host|rank|exitcode|error_file) *: (.*)")
 _FAILED = re.compile(r"failed \(exitcode: (-?[0-9]{1,9})\) local_rank: ([0-9]{1,9}) ")
-"""What torchrun logs when a rank has failed, also where it starts the ranks again."""
+"""The log line of torchrun about a failed rank, also before a restart of the ranks."""
 
 
 class Reported(NamedTuple):
-    """A rank that has failed, as torchrun reports it at its end."""
+    """A failed rank in torchrun's final report."""
 
     time: float
-    """When torchrun noticed the failure, or the time in the error file; a node's clock, whole
-    seconds, and a moment more unless torchrun calls the failure the root cause."""
+    """When torchrun noticed the failure, or the time in the error file: whole seconds of the node's
+    clock, plus a moment unless torchrun calls the failure the root cause."""
 
     host: str
-    """The node's name of itself."""
+    """The node's own host name."""
 
     rank: int
     local_rank: int
@@ -41,13 +41,13 @@ class Reported(NamedTuple):
     """The exit status; a signal's number is negative."""
 
     error_file: str = ""
-    """Where the rank has written why; empty where it has not."""
+    """Path of the rank's error file; empty without one."""
 
 
 def read_reports(lines: Iterable[str]) -> List[Reported]:
-    """Return the failures of all reports in a log; those of several nodes may be mixed."""
+    """Return the failures of all reports in a log; reports may be interleaved."""
     reports: List[Reported] = []
-    # The incomplete reports by how many of their lines have come, the oldest first.
+    # Incomplete reports by their number of lines so far, the oldest first.
     waiting: List[Deque[List[str]]] = [deque(maxlen=_MOST_INCOMPLETE) for _ in _KEYS]
     root_causes = 0
     for line in lines:
@@ -92,9 +92,9 @@ def _reported(when: str, host: str, rank: str, exitcode: str, error_file: str) -
 
 
 def report_texts(lines: Iterable[str]) -> Dict[int, Tuple[str, ...]]:
-    """Return what the ranks' error files say, by rank, as the report of one torchrun shows it.
+    """Return the contents of error files by rank, from the report of one torchrun.
 
-    Ranks that have left no error file are not in it.
+    Ranks without an error file are left out.
     """
     texts: Dict[int, List[str]] = {}
     lines_of_rank: Optional[List[str]] = None
@@ -119,11 +119,11 @@ def report_texts(lines: Iterable[str]) -> Dict[int, Tuple[str, ...]]:
 
 
 _QUARTER_S = 900
-"""Time zones differ by multiples of this; that of a container may not be ours."""
+"""Time zones differ by multiples of this; a container may have another time zone."""
 
 
 def shift_s(away_s: float) -> int:
-    """Return how far two time zones are apart whose clocks show times that differ by so much."""
+    """Return the offset between two time zones from the difference between their clocks."""
     return round(away_s / _QUARTER_S) * _QUARTER_S
 
 
@@ -131,7 +131,7 @@ def shift_s(away_s: float) -> int:
 
 
 def report_lines(paths: Iterable[str]) -> List[str]:
-    """Return the lines of torchrun's reports in logs, without what is around them."""
+    """Return the report lines of torchrun in logs, without other lines."""
     found: List[str] = []
     for path in paths:
         try:
@@ -145,14 +145,14 @@ def report_lines(paths: Iterable[str]) -> List[str]:
 
 
 def has_exitcode(lines: Iterable[str], status: int) -> bool:
-    """Whether a rank has ended with this exit status."""
+    """Whether a rank ended with this exit status."""
     return any(re.match(rf" *exitcode +: {status}(?: |$)", line) for line in lines)
 
 
 def logged_failure(path: str) -> Optional[Reported]:
-    """Return the last rank of which torchrun's log tells that it has failed.
+    """Return the last failed rank in torchrun's log.
 
-    The log is taken to be in a folder of the pod's name, and to end with the failure.
+    The log's folder must have the pod's name; the log's mtime counts as the failure time.
     """
     found = _FAILED.findall("\n".join(last_lines(path)))
     if not found:

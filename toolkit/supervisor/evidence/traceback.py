@@ -1,4 +1,4 @@
-"""The traceback in what a rank has printed on its stderr."""
+"""The traceback in a rank's stderr."""
 
 import re
 from itertools import takewhile
@@ -6,16 +6,16 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 
 class Trace(NamedTuple):
-    """A traceback in what a rank has printed."""
+    """A traceback in a rank's output."""
 
     lines: Tuple[str, ...]
-    """The traceback; exceptions that were chained are part of it."""
+    """The traceback, including chained exceptions."""
 
     message: str
     """Its last line: the exception and its message."""
 
     rank: Optional[int]
-    """The rank, if torch prints it: once the process group is made, before each line."""
+    """The rank, if torch prefixes lines with it, as it does once a process group exists."""
 
     at_end: bool
     """Whether nothing else follows."""
@@ -27,20 +27,20 @@ _CHAINED = re.compile(r"During handling of the above exception|The above excepti
 _FOREIGN = re.compile(
     r"\[rank\d+\]:\[[WIE]|\[[WIE]\d{3,4} |[WIE]\d{4} |Exception ignored in|/\S+\.py:\d+: "
 )
-"""Lines after a traceback that do not belong to it: what C++ and Python log at their end."""
+"""Lines after a traceback that do not belong to it: logs of C++ and Python at exit."""
 
 _IGNORED = "Exception ignored in"
-"""Before the traceback of an error that changes nothing, mostly when Python ends."""
+"""Precedes the traceback of a harmless error, usually at the exit of Python."""
 
 _SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
 
 _MOST_WORDS = 50
-"""How many lines an exception may say."""
+"""Maximum number of lines of an exception message."""
 
 
 def last_trace(printed: Sequence[str]) -> Optional[Trace]:
-    """Return the last traceback of a rank's stderr, with the whole message of the exception."""
+    """Return the last traceback of a rank's stderr, with the complete exception message."""
     rank = None
     lines = []
     for line in printed:
@@ -58,13 +58,13 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
     while starts and _is_cut(lines[starts[-1] : end]):
         end = starts.pop()
     lines, printed = lines[:end], printed[:end]
-    if not starts:  # Python reports a syntax error of the script with no headline
+    if not starts:  # Python reports a syntax error of the script without a headline
         error = next((n for n, line in enumerate(lines) if _SYNTAX_ERROR.match(line)), 0)
         starts = [n for n in range(error) if _SYNTAX_ERROR_FILE.match(lines[n])][-1:]
     if not starts:
         return None
     start = begin = starts[-1]
-    for earlier in reversed(starts[:-1]):  # its cause stands above
+    for earlier in reversed(starts[:-1]):  # the cause precedes it
         if not any(_CHAINED.match(line) for line in lines[earlier:begin]):
             break
         begin = earlier
@@ -93,7 +93,7 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
 
 
 def _is_cut(lines: Sequence[str]) -> bool:
-    """Whether a traceback has no end: the rank was killed while it wrote."""
+    """Whether a traceback is incomplete: the rank was killed while writing it."""
     return lines[0].startswith("Traceback") and all(
         not line or line[0].isspace() for line in lines[1:]
     )

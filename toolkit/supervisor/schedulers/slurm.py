@@ -1,7 +1,7 @@
-"""Facts and actions of Slurm, by its own programs on the batch host.
+"""Queries and actions of Slurm, through its command-line programs on the batch host.
 
-What these print is data: a site's wrapper or prolog may print lines before and after it. When Slurm
-ends a job, it may send SIGTERM to every process of its script: these programs get none.
+Their output is untrusted: a site's wrapper or prolog may print lines before and after it. When
+Slurm ends a job, it may send SIGTERM to all processes of its script: these programs get none.
 """
 
 import re
@@ -11,28 +11,28 @@ import time
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 LIMIT_S = 60.0
-"""How long a program may take: a controller that is away answers late, or not at all."""
+"""Time limit of a program: an unreachable controller answers late, or not at all."""
 
 NO_SUCH_NAME = 2
-"""The exit status of getent for a name that does not exist; not for a server that is away."""
+"""The exit status of getent for a nonexistent name; an unreachable server has another one."""
 
 SOON_S, _DELAY_S = 10, 120
-"""After how many seconds a requeued job may start, and how long Slurm itself has it wait."""
+"""Seconds until a requeued job may start, and Slurm's own delay."""
 
 _DELAY = re.compile(r"\b(?:requeue_delay|cred_expire)=([0-9]+)")
-"""What an administrator may set instead, in SchedulerParameters and AuthInfo."""
+"""Delays set by an administrator in SchedulerParameters and AuthInfo."""
 
 _KILL_WAIT = re.compile(r"^KillWait *= *([0-9]+)", re.MULTILINE)
 
 _OUT_OF_USE = ("down", "drain", "drng", "fail", "unk")
-"""The beginnings of sinfo's short states of nodes that take no job."""
+"""Prefixes of sinfo's short states of nodes that accept no jobs."""
 
 
 class Answer(NamedTuple):
-    """What a program has said."""
+    """The result of a program."""
 
     status: int
-    """Its exit status; negative for a signal, 124 if it took too long."""
+    """The exit status; negative for a signal, 124 after a timeout."""
     text: str
 
 
@@ -42,7 +42,7 @@ def ask(
     limit_s: float = LIMIT_S,
     stderr: Optional[int] = subprocess.DEVNULL,
 ) -> Answer:
-    """Run a program without a SIGTERM from Slurm; return its exit status and what it prints."""
+    """Run a program shielded from Slurm's SIGTERM; return its exit status and output."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     try:
         process = subprocess.Popen(
@@ -66,21 +66,21 @@ def ask(
 
 
 class Job(NamedTuple):
-    """What `scontrol show job` says; fields are empty if it says nothing."""
+    """Fields of `scontrol show job`; empty if missing."""
 
     state: str = ""
     restarts: Optional[int] = None
     began_s: int = 0
     preempted_s: int = 0
-    """When Slurm has preempted it, perhaps in an earlier attempt; 0 for never."""
+    """When Slurm preempted the job, perhaps in an earlier attempt; 0 for never."""
     excluded: str = ""
-    """The nodes that it must not get, as a list of Slurm's."""
+    """The excluded nodes, as a Slurm node list."""
     nodes: str = ""
     node_count: Optional[int] = None
 
 
 def job_in(text: str) -> Job:
-    r"""Read the answer of `SLURM_TIME_FORMAT=%s scontrol -o show job`.
+    r"""Parse the output of `SLURM_TIME_FORMAT=%s scontrol -o show job`.
 
     >>> job_in("Welcome!\nJobId=7 JobState=RUNNING Restarts=1 PreemptTime=None\n")[:4]
     ('RUNNING', 1, 0, 0)
@@ -107,13 +107,13 @@ def _list(text: Optional[str]) -> str:
 
 
 class Slurm:
-    """The cluster, as a job's batch script sees it."""
+    """The Slurm cluster, from the view of a job's batch script."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ: Dict[str, str] = dict(environ)
         self.job_id = self.environ["SLURM_JOB_ID"]
         self.job = self.job_id
-        """What Slurm's programs call the job: one task of an array may have the array's number."""
+        """The job id for Slurm's programs; a task of an array may have the id of the array."""
         if self.job_id == self.environ.get("SLURM_ARRAY_JOB_ID"):
             self.job = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**self.environ)
         self.node_list = self.environ["SLURM_JOB_NODELIST"]
@@ -122,13 +122,13 @@ class Slurm:
         return ask(argv, {**self.environ, **more})
 
     def _order(self, *argv: str) -> bool:
-        """Run a program whose errors belong in the job's log; return whether it has succeeded."""
+        """Run a program with stderr in the job's log; return whether it succeeded."""
         return ask(argv, self.environ, stderr=None).status == 0
 
     # ---- The job
 
     def show_job(self) -> Job:
-        """Return what the controller says about the job now."""
+        """Return the job's current record in the controller."""
         argv = ("scontrol", "-o", "show", "job", self.job)
         return job_in(self._ask(*argv, SLURM_TIME_FORMAT="%s").text)
 
@@ -137,18 +137,18 @@ class Slurm:
         return (self.show_job().restarts or 0) > restarts
 
     def requeue(self) -> bool:
-        """Queue the job again; return whether the controller has agreed. It ends this script."""
+        """Queue the job again; return whether the controller accepted. This ends the script."""
         return self._order("scontrol", "requeue", self.job)
 
     def start_soon(self, *, killed: bool = False) -> None:
-        """Have the job, which is queued again, start within seconds.
+        """Let the requeued job start within seconds.
 
-        Slurm keeps a start time that has not come yet when all processes and the epilog of the
-        attempt have ended. Else, and where a site forbids it, its own delay holds. Two seconds are
-        the least: slurmd refuses a step whose credential is as old as the end of the attempt.
+        Slurm keeps a start time that is still in the future when all processes and the epilog of
+        the attempt have ended. Otherwise, or if a site forbids it, Slurm's own delay applies. Wait
+        at least two seconds: slurmd refuses a step with a credential as old as the attempt's end.
 
         Args:
-            killed: Whether Slurm ends the attempt, by SIGKILL after KillWait.
+            killed: Whether Slurm ends the attempt with SIGKILL after KillWait.
         """
         config = self._ask("scontrol", "show", "config").text
         waits = [int(seconds) for seconds in _KILL_WAIT.findall(config)] if killed else []
@@ -161,20 +161,20 @@ class Slurm:
         return self._ask("scontrol", "ping").status == 0
 
     def exclude(self, nodes: Iterable[str]) -> bool:
-        """Keep the job from nodes when it starts again."""
+        """Exclude nodes from the next start of the job."""
         option = "excnodelist=" + ",".join(nodes)
         return self._order("scontrol", "update", f"jobid={self.job}", option)
 
     def signal_step(self, step: str) -> bool:
-        """Send SIGTERM to all processes of a step: srun itself answers SIGTERM with SIGKILL."""
+        """Send SIGTERM to all processes of a step: on SIGTERM, srun itself would send SIGKILL."""
         return self._ask("scancel", "--signal=TERM", f"{self.job}.{step}").status == 0
 
     def end_step(self, step: str) -> None:
-        """End a step by SIGTERM, and by SIGKILL after Slurm's KillWait."""
+        """End a step with SIGTERM, and with SIGKILL after Slurm's KillWait."""
         self._ask("scancel", f"{self.job}.{step}")
 
     def empty_step(self) -> Optional[int]:
-        """Run a step that does nothing; return its number, if it tells."""
+        """Run an empty step; return its number, if known."""
         argv = ("srun", "--export=ALL", "--nodes=1", "--ntasks=1", "env")
         found = re.findall("^SLURM_STEP_ID=([0-9]+)$", self._ask(*argv).text, re.MULTILINE)
         return int(found[-1]) if found else None
@@ -182,7 +182,7 @@ class Slurm:
     # ---- Other jobs
 
     def submit(self, *options_and_script: str) -> Optional[int]:
-        """Submit a job that inherits none of this job's variables; return its number."""
+        """Submit a job that inherits none of this job's variables; return its job id."""
         environ = {
             name: value
             for name, value in self.environ.items()
@@ -193,7 +193,7 @@ class Slurm:
         return int(found[-1]) if found and answer.status == 0 else None
 
     def waiting_or_running(self, job_ids: Sequence[str]) -> List[str]:
-        """Return which of some jobs have not ended."""
+        """Return the jobs that have not ended."""
         argv = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "==%A==")
         return re.findall("==([0-9]+)==", self._ask(*argv).text) if job_ids else []
 
@@ -206,7 +206,7 @@ class Slurm:
     def hostnames(self, nodes: str) -> List[str]:
         """Return the names in a list such as `n[1-3]`.
 
-        Asked twice: a program may die of what ends the job, and that may reach it first.
+        Tried twice: the signal that ends the job may kill the first program.
         """
         argv = ("scontrol", "show", "hostnames", f"begin-nodes,{nodes},end-nodes")
         for _ in range(2):
@@ -218,22 +218,22 @@ class Slurm:
         return []
 
     def resolves(self, node: str) -> bool:
-        """Whether this host finds an address for a node; True where it cannot be asked."""
+        """Whether this host resolves a node's name; True if that cannot be checked."""
         answers = (self._ask("getent", "ahosts", node).status for _ in range(2))
         return any(status != NO_SUCH_NAME for status in answers)
 
     def down_nodes(self, nodes: str) -> List[str]:
-        """Return which nodes of a list are down or do not answer."""
+        """Return the nodes of a list that are down or do not respond."""
         argv = ("sinfo", "-h", "-N", "-n", nodes, "-t", "down,no_respond", "-o", "==%N==")
         return sorted(set(re.findall("==([^=\n]+)==", self._ask(*argv).text)))
 
     def count_other_nodes(self, without: Iterable[str]) -> int:
-        """Count the nodes that the job could have without some."""
+        """Count the nodes that the job could use, excluding some."""
         partition = self.environ.get("SLURM_JOB_PARTITION", "")
         return len(self._usable("-p", partition) - set(without))
 
     def all_usable(self, nodes: Sequence[str]) -> bool:
-        """Whether some nodes are up, and nobody takes them out of use."""
+        """Whether all these nodes are up and not being drained."""
         return self._usable("-n", ",".join(nodes)) >= set(nodes)
 
     def _usable(self, *which: str) -> Set[str]:
@@ -248,7 +248,7 @@ class Slurm:
         }
 
     def slurmd_began_s(self, node: str) -> Optional[float]:
-        """Return when a node's slurmd has started, in seconds since 1970; None if unknown."""
+        """Return the start time of a node's slurmd, in seconds since 1970; None if unknown."""
         argv = ("scontrol", "-o", "show", "node", node)
         text = self._ask(*argv, SLURM_TIME_FORMAT="standard").text
         found = re.search(r"(?:^|\s)SlurmdStartTime=([0-9-]+T[0-9:]+)", text)

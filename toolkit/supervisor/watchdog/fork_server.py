@@ -29,7 +29,6 @@ import select
 import signal
 import site
 import socket
-import struct
 import sys
 import sysconfig
 import time
@@ -37,7 +36,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rank_proxy import PER_RANK, Request, interpreter, receive, send
+from rank_proxy import PER_RANK, Request, interpreter, is_own, receive, send
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -70,7 +69,7 @@ DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/accel
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
 STARTED_WITH = dict(os.environ)
-"""The variables of this process, before an import has set others."""
+"""The variables of this process before any import sets others."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -166,7 +165,7 @@ class Server:
             os.close(fd)
         self._ranks[pid] = connection
         self._imported[told] = []
-        with contextlib.suppress(OSError):  # it has ended: so will the rank
+        with contextlib.suppress(OSError):  # the proxy has ended, so the rank will end
             send(connection, {"pid": pid})
         return None
 
@@ -201,7 +200,7 @@ class Server:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process of this user has not ended."""
+    """Whether a process of this user is still running."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -222,13 +221,6 @@ def refusal(request: Request) -> str:
     if differing:
         return f"its variable {differing[0]} differs from that of torchrun"
     return ""
-
-
-def is_own(connection: socket.socket) -> bool:
-    """Whether the peer belongs to this user."""
-    size = struct.calcsize("3i")
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def used_device() -> str:
@@ -373,7 +365,7 @@ def become(request: Request) -> None:
     os.umask(request.umask)
     _libc.prctl(PR_SET_NAME, b"python3", 0, 0, 0)
     for number in range(1, signal.NSIG):
-        if signal.getsignal(number) is not None:  # else it is not Python's
+        if signal.getsignal(number) is not None:  # otherwise the handler is not Python's
             ignored = number in request.ignored
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -409,15 +401,18 @@ def run(request: Request) -> None:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     script = request.arguments[0]
+    safe_path = getattr(sys.flags, "safe_path", False)  # Python 3.11
     try:
         if script == "-m":
             sys.argv[:] = ["-m", *request.arguments[2:]]
-            sys.path.insert(0, os.getcwd())
+            if not safe_path:
+                sys.path.insert(0, os.getcwd())
             vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"])
             runpy._run_module_as_main(request.arguments[1])  # type: ignore[attr-defined]
             return
         path = os.path.join(os.getcwd(), script)
-        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        if not safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
         with open(path, "rb") as file:
             content = file.read()
         loader = importlib.machinery.SourceFileLoader("__main__", path)
@@ -458,7 +453,7 @@ def main() -> None:
     known = set(sys.modules)
     become(request)
     if request.environ["LOCAL_RANK"] == "0":
-        # Not by `threading`, whose list of threads is the script's.
+        # Not `threading`: this thread must stay out of the script's list of threads.
         _thread.start_new_thread(tell_imports, (request.tell, known))
     else:
         os.close(request.tell)

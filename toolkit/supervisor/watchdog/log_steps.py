@@ -1,12 +1,12 @@
-"""Reads steps in the output of a rank, and records them as a script with telemetry would.
+"""Reads steps from the output of a rank, and records them as a script with telemetry would.
 
-The job file's `log_pattern` is in TRAIN_LOG_PATTERN; the rank whose output is read, `first` or
-`last`, is in TRAIN_LOG_RANK. A line with a new `step` becomes a record in `metrics.jsonl`. Figures
-in a line without a step, or with the same step again, are added to that step.
+The job file's `log_pattern` is in TRAIN_LOG_PATTERN; the rank that prints steps, `first` or `last`,
+is in TRAIN_LOG_RANK. A line with a new `step` becomes a record in `metrics.jsonl`. Figures in a
+line without a step, or with the same step again, are added to that step.
 
-Records count steps from the beginning of the run. Where a script counts them within each epoch, the
-steps of the epochs before are added. What was read that way, and how many lines were left out, is
-in `steps.jsonl` beside the watchdog's other records.
+Records count steps from the beginning of the run. If a script counts them within each epoch, the
+steps of earlier epochs are added. `steps.jsonl`, next to the watchdog's other records, lists these
+epochs and the number of skipped lines.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 20
-"""How much of a rank's output is read at a time."""
+"""How many bytes of a rank's output to read at a time."""
 
 LONGEST_LINE = 4000
-"""In bytes; the rest is left out. Some patterns need a time that grows with the line's square."""
+"""In bytes; the rest is cut. Some patterns take time quadratic in the length of a line."""
 
 NONE = -1
 """The number of the step before the first line."""
 
 OWN = {"step", "steps", "epoch", "epochs"}
-"""Groups that are no figures."""
+"""Groups that are not figures."""
 
 LINE_ENDS = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with a carriage return
 
@@ -42,7 +42,7 @@ def size_of(path: Path) -> int:
 
 
 def figures_in(pattern: re.Pattern[str], line: str) -> dict[str, float]:
-    """Return the numbers that the groups of a pattern find in a line, by the groups' names."""
+    """Return the numbers that a pattern finds in a line, by group name."""
     figures = {}
     for match in pattern.finditer(line):
         for name, text in match.groupdict().items():
@@ -54,7 +54,7 @@ def figures_in(pattern: re.Pattern[str], line: str) -> dict[str, float]:
 
 
 def in_json(name: str, number: float) -> float | None:
-    """Return a figure as JSON has it: infinity and NaN become null."""
+    """Return a figure as JSON allows it: infinity and NaN become null."""
     if not math.isfinite(number):
         return None
     return int(number) if name == "steps" else number
@@ -73,7 +73,7 @@ class Output:
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.rest = path, 0, b""
         self.epoch, self.step = 0, NONE
-        """Those printed last."""
+        """The epoch and step printed last."""
         self.steps: int | None = None
 
     def new_lines(self) -> list[str]:
@@ -90,21 +90,21 @@ class Output:
 
 
 class Epochs:
-    """How many steps of the run come before each epoch."""
+    """The number of steps of the run before each epoch."""
 
     def __init__(self) -> None:
         self.before: dict[int, int] = {}
         self.newest: dict[int, int] = {}
-        """The highest step that was printed in each epoch."""
+        """The highest step printed in each epoch."""
         self.lengths: dict[int, int] = {}
-        """How many steps an epoch has, where the script prints it."""
+        """The number of steps of an epoch, if the script prints it."""
         self.first: int | None = None
-        """The lowest step with which a start of the ranks has begun."""
+        """The lowest first step of any start of the ranks."""
         self.count_anew = False
-        """Whether steps count within each epoch."""
+        """Whether the script counts steps within each epoch."""
 
     def number(self, epoch: int, step: int, steps: int | None) -> int:
-        """Return the number in the run of a step that was printed in an epoch."""
+        """Return the run-wide number of a step printed in an epoch."""
         if epoch not in self.before:
             earlier = max((one for one in self.before if one < epoch), default=None)
             if earlier is None:
@@ -119,7 +119,7 @@ class Epochs:
         return self.before[epoch] + step
 
     def length(self, epoch: int) -> int:
-        """Return how many steps an epoch has; where that is not printed, those seen."""
+        """Return the number of steps of an epoch: the printed number, else the steps seen."""
         newest, printed = self.newest.get(epoch, NONE), self.lengths.get(epoch, 0)
         if printed and printed >= newest:
             return printed
@@ -129,7 +129,7 @@ class Epochs:
         return (self.before[epoch] - self.before[earlier]) // max(epoch - earlier, 1)
 
     def read(self, files: Iterable[Path]) -> None:
-        """Go on from what was written before; lines that hold no numbers are left out."""
+        """Restore the state from files of earlier starts; skip lines without numbers."""
         for path in files:
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
@@ -144,7 +144,7 @@ class Epochs:
 
 
 class LogSteps:
-    """Records the steps that one rank prints."""
+    """Records the steps printed by one rank."""
 
     def __init__(self, run_dir: Path, pattern: str, rank: str = "first") -> None:
         self.pattern, self.is_last = re.compile(pattern), rank == "last"
@@ -153,10 +153,10 @@ class LogSteps:
         self.left_out, self.written, self.why = 0, 0, ""
 
     def look(self, ranks: Iterable[Mapping[str, Any]]) -> None:
-        """Record the steps that were printed since the last look.
+        """Record the steps printed since the last look.
 
         Args:
-            ranks: Those that this node has started last, also if they have ended.
+            ranks: The newest ranks of this node, including ended ones.
         """
         for rank in ranks:
             number = rank["world"] - 1 if self.is_last else 0
@@ -169,23 +169,23 @@ class LogSteps:
             self.write()
 
     def begin(self, rank: Mapping[str, Any]) -> None:
-        """Begin anew with a new start of the ranks."""
+        """Reset for a new start of the ranks."""
         folder, environ, now = Path(rank["error_file"]).parent, os.environ, time.time()
         self.outputs = [Output(folder / f"{name}.log") for name in ("stdout", "stderr")]
         self.start = {"attempt": int(environ.get("TRAIN_ATTEMPT", 0)), "restart": rank["restart"]}
-        # When a restart in the job began is not known.
+        # The time of a restart by torchrun is unknown.
         began = None if rank["restart"] else environ.get("TRAIN_ATTEMPT_BEGAN")
         self.pid, self.began, self.attempt_began = rank["pid"], now, min(float(began or now), now)
         self.step, self.names, self.records = NONE, set[str](), list[str]()
         self.epoch: int | None = None
         self.has_parts = self.is_off = False
-        if not self.epochs.before:  # another attempt, or rank 0 was on another node
+        if not self.epochs.before:  # a new attempt, or rank 0 was on another node
             self.epochs.read(sorted(self.logs.glob("attempt-*/watchdog/steps.jsonl")))
         self.size = size_of(self.metrics)
         self.record(self.events, event="start", world_size=rank["world"])
 
     def add(self, figures: Mapping[str, float], output: Output) -> None:
-        """Note the figures of a line."""
+        """Add the figures of a line."""
         epoch = figures.get("epoch", NONE)
         if 0 <= epoch < math.inf:
             self.epoch = math.floor(epoch)
@@ -201,7 +201,7 @@ class LogSteps:
                 setup = time.time() - self.began
                 phases = {"start": self.began - self.attempt_began, "setup": setup}
                 self.record(self.events, event="ready", began=self.attempt_began, phases=phases)
-            else:  # many scripts print each hundredth step only
+            else:  # many scripts print only every hundredth step
                 count = step - self.step
             self.step, self.names = step, set()
         new = {name: figures[name] for name in figures if name not in OWN | self.names}
@@ -212,10 +212,10 @@ class LogSteps:
             self.records.append(self.line(**shown, **({"count": count} if count > 1 else {})))
 
     def extent(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the epoch, and how many steps there are in all, as far as they are known."""
+        """Return the epoch and the total number of steps, if known."""
         extent: dict[str, float] = {}
         steps, epochs = whole(figures.get("steps")), whole(figures.get("epochs"))
-        # In the first epoch it is not known yet whether these are the steps of the run.
+        # In the first epoch, it is unknown whether these are the steps of the whole run.
         is_open = self.epoch is not None and not self.has_parts and len(self.epochs.before) < 2
         if steps is not None and self.epochs.count_anew and epochs:
             extent["steps"] = steps * epochs
@@ -227,7 +227,7 @@ class LogSteps:
         return extent
 
     def number(self, figures: Mapping[str, float], output: Output) -> int | None:
-        """Return the number in the run of a line's step; None for a line that is left out."""
+        """Return the run-wide number of a line's step; None for a skipped line."""
         step, steps = whole(figures["step"]), whole(figures.get("steps"))
         if step is None:
             return None
@@ -254,15 +254,15 @@ class LogSteps:
         return number
 
     def begins_epoch(self, step: int, steps: int | None, output: Output) -> bool:
-        """Return whether a step that is lower than the one before begins an epoch."""
+        """Return whether a step lower than the previous one begins an epoch."""
         if step > max(self.epochs.first or 0, 1) or steps != output.steps:
-            return False  # such as another loop, which evaluates
+            return False  # for example the evaluation loop
         if not self.epochs.count_anew:
             self.say(f"step {step} after step {output.step} is taken as the beginning of an epoch")
         return True
 
     def leave_out(self, step: int, last: int) -> None:
-        """Count a line that is left out, since its step is lower than the one before."""
+        """Count a skipped line: its step is lower than the previous one."""
         if not self.left_out:
             self.example = f"step {step} after step {last}"
             self.say(f"{self.example} is left out: it is neither a later step nor a new epoch")
@@ -271,7 +271,7 @@ class LogSteps:
             self.finish()
 
     def finish(self) -> None:
-        """Write down how many lines were left out."""
+        """Record the number of skipped lines."""
         if self.left_out > self.written:
             self.written = self.left_out
             lines = "1 line was" if self.left_out == 1 else f"{self.left_out} lines were"
@@ -281,7 +281,7 @@ class LogSteps:
             self.note(max(self.epochs.before, default=0))
 
     def note(self, epoch: int) -> None:
-        """Write down where an epoch begins and what was left out, for later starts and `status`."""
+        """Record the start of an epoch and the skipped lines, for later starts and `status`."""
         path = self.logs / f"attempt-{self.start['attempt']}/watchdog/steps.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         before, length = self.epochs.before.get(epoch, 0), self.epochs.lengths.get(epoch, 0)
@@ -314,7 +314,7 @@ class LogSteps:
 
 
 def append(path: Path, lines: Iterable[str]) -> int:
-    """Append lines to a file, after a torn line on one of their own; return how many bytes."""
+    """Append lines to a file; start a new line after a torn one; return the bytes written."""
     with path.open("ab+") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         torn = file.read(1) not in (b"", b"\n")

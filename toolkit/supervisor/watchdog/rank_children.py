@@ -1,13 +1,13 @@
-"""Lets the child processes of a rank live until the rank has ended, while a run is being stopped.
+"""Keeps the child processes of a rank alive until the rank has ended, during a stop of the run.
 
-torchrun passes a signal on to a rank's process group, and slurmstepd sends it to every process of
-a step. So a stop would also end the workers of a DataLoader; torch then raises an error in the
-rank, which dies before its handler has written a checkpoint. The process that collects a tracker's
-metrics would end before it has sent the last ones.
+torchrun forwards a signal to a rank's process group, and slurmstepd sends it to every process of
+a step. So a stop would also end DataLoader workers; torch would then raise an error in the rank,
+and the rank would die before its handler has written a checkpoint. The process that collects a
+tracker's metrics would end before sending the last ones.
 
-In a child process that is Python, however it was started, the signals of a stop are blocked, and a
-thread waits for them. It keeps one that an ancestor of the rank has sent until the rank has ended.
-Any other one, such as that of `Process.terminate()` in the rank, takes effect at once.
+In every Python child process, however started, the stop signals are blocked and a thread waits for
+them. The thread holds a signal from an ancestor of the rank until the rank has ended. Any other
+signal, such as that of `Process.terminate()` in the rank, takes effect at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection
 from os import kill  # as it is without unblock_within_calls()
 
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1})
-"""What torchrun passes on to ranks, by default or by its option --signals-to-handle."""
+"""Signals that torchrun forwards to ranks, by default or by its option --signals-to-handle."""
 
 WAKE = signal.SIGRTMIN + 21
-"""Makes the main thread take a signal that was sent to it, and interrupts what it waits in."""
+"""Makes the main thread handle a signal sent to it, and interrupts its blocking call."""
 
 CALLS = (
     (_posixsubprocess, "fork_exec"),
@@ -38,17 +38,17 @@ CALLS = (
 )
 
 POLL_S, POLL_KEPT_S = 5.0, 0.1
-"""How often it is looked whether the rank has ended, without and with a signal that was kept."""
+"""Interval between two checks whether the rank has ended, without and with a held signal."""
 
 
 def protect(rank: int, ancestors: Collection[int]) -> None:
-    """In a rank, have each child process keep signals; in a child process that is new, begin."""
+    """In a rank, make each child process hold signals; in a new child process, start to do so."""
 
     def keep_signals() -> None:
         signal.signal(WAKE, take_in_main_thread)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         unblock_within_calls()
-        # Not by `threading`, whose list of threads is the script's.
+        # Not `threading`: this thread must stay out of the script's list of threads.
         _thread.start_new_thread(wait_for_signals, (rank, ancestors))
 
     os.register_at_fork(after_in_child=keep_signals)
@@ -57,17 +57,17 @@ def protect(rank: int, ancestors: Collection[int]) -> None:
 
 
 def wait_for_signals(rank: int, ancestors: Collection[int]) -> None:
-    """Take each signal when its sender may end this process, or when the rank has ended."""
+    """Handle a signal of the rank's ancestors once the rank has ended, and others at once."""
     kept: list[int] = []
     while True:
         info = signal.sigtimedwait(SIGNALS, POLL_KEPT_S if kept else POLL_S)
-        # 0 is a sender outside of this PID namespace: slurmstepd, where ranks are in a container.
+        # 0: a sender outside this PID namespace, such as slurmstepd if ranks are in a container.
         if info is not None and (info.si_pid == 0 or info.si_pid in ancestors):
             kept.append(info.si_signo)
         elif info is not None:
             take(info.si_signo)
         if (kept or is_loader_worker()) and not is_alive(rank):
-            if is_loader_worker():  # which would hang in its dataset for ever
+            if is_loader_worker():  # it would otherwise hang in its dataset
                 os._exit(0)
             for number in kept:
                 take(number)
@@ -75,7 +75,7 @@ def wait_for_signals(rank: int, ancestors: Collection[int]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is this process, and it is this user's."""
+    """Whether a process exists and belongs to this user."""
     try:
         kill(pid, 0)
     except OSError:
@@ -84,10 +84,10 @@ def is_alive(pid: int) -> bool:
 
 
 def take(number: int) -> None:
-    """Have a signal do what it would do without this module."""
+    """Give a signal the effect that it would have without this module."""
     if number == signal.SIGTERM and is_loader_worker():
-        os._exit(0)  # as torch has it, which takes the rank's SIGTERM for a worker's ordinary end
-    if callable(signal.getsignal(number)):  # which runs in the main thread
+        os._exit(0)  # as in torch, which treats the rank's SIGTERM as a worker's normal end
+    if callable(signal.getsignal(number)):  # the handler runs in the main thread
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, number)
@@ -105,13 +105,13 @@ def is_loader_worker() -> bool:
 
 
 def take_in_main_thread(*_: object) -> None:
-    """Take what take() has sent to this thread."""
+    """Handle the signal that take() has sent to this thread."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS & signal.sigpending())
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def unblock_within_calls() -> None:
-    """Block no signals in some calls: a program would inherit that, and a raised one would wait."""
+    """Unblock signals in some calls: programs would inherit the mask, raised ones would wait."""
     for module, name in CALLS:
         call = getattr(module, name, None)
         if call is not None and not hasattr(call, "unblocks"):
@@ -121,7 +121,7 @@ def unblock_within_calls() -> None:
 
 
 def unblocked(call: Callable[..., object]) -> Callable[..., object]:
-    """Return a call in which the calling thread blocks none of the signals."""
+    """Wrap a call so that the calling thread blocks none of the signals during it."""
 
     def calling(*args: object, **named: object) -> object:
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -54,7 +54,7 @@ class Request:
 
 
 def interpreter() -> str:
-    """Return the Python, its options and its CPUs, which rank and server must have in common."""
+    """Return the Python, its options and its CPUs, which must be the same in rank and server."""
     return repr(
         (
             sys.version,
@@ -102,6 +102,8 @@ def start(ancestors: list[int]) -> None:
     }
     try:
         connect(connection, address)
+        if not is_own(connection):  # the server has ended, and another user has taken its name
+            return cold("the fork server belongs to another user")
         send(connection, said, (0, 1, 2))
         answer = receive_json(connection)[0]
     except (OSError, ValueError) as error:
@@ -121,6 +123,13 @@ def connect(connection: socket.socket, address: str) -> None:
             if time.monotonic() > until_s:
                 raise
             time.sleep(0.05)
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the peer belongs to this user."""
+    size = struct.calcsize("3i")
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def cold(reason: str) -> None:
@@ -170,7 +179,7 @@ def send(connection: socket.socket, said: dict[str, Any], fds: tuple[int, ...] =
 
 
 def receive(connection: socket.socket) -> Request:
-    """Receive what a rank was started with."""
+    """Receive the start request of a rank."""
     return Request(*receive_json(connection))
 
 

@@ -1,10 +1,10 @@
-"""Lets the watchdog look into a rank that hangs; loaded in each rank by sitecustomize.py.
+"""Lets the watchdog inspect a hanging rank; loaded in each rank by sitecustomize.py.
 
-A thread waits at a socket that only this user reaches, and answers with the stacks of all threads
-and torch's record of collectives. While another thread holds the GIL it cannot: then a signal
-prints that thread's stack, by faulthandler, in C.
+A thread listens on a socket that only this user can reach, and answers with the stacks of all
+threads and torch's record of collectives. While another thread holds the GIL it cannot answer: then
+a signal makes faulthandler print that thread's stack, in C.
 
-It also gives a rank's run of Weights & Biases an id that stays the same over all starts.
+It also gives a rank's Weights & Biases run an id that stays the same over all starts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import types
 
 TORCH = "torch._C._distributed_c10d"
 RECORDERS = "_dump_fr_trace_json", "_dump_nccl_trace_json"
-"""What returns torch's record of collectives: that of gloo, and that of NCCL, which has its own."""
+"""Functions that return torch's records of collectives: gloo's and NCCL's, which are separate."""
 
 RUN_NAME = re.compile(r"-\d{4}-\d{6}-[a-z0-9]{4}$")
-"""What the names of runs end with."""
+"""The suffix of run names."""
 
 KEPT = []  # type: list[object]
-"""What must live as long as the process."""
+"""Objects that must live as long as the process."""
 
 
 def open_to_watchdog(folder: str) -> None:
-    """Open the two ways for the watchdog, and write a file about this rank."""
+    """Open the socket and the signal handler for the watchdog, and write this rank's file."""
     environ, rank, pid = os.environ, os.environ["RANK"], os.getpid()
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its older name
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # so many collectives are recorded
-    environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # and how long GPUs take for each
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the number of recorded collectives
+    environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # and their times on the GPU
     number = signal.SIGRTMIN + 20
     stacks = open(os.path.join(folder, f"{rank}.stacks"), "a", encoding="utf-8")  # noqa: SIM115
     KEPT.append(stacks)
@@ -46,7 +46,7 @@ def open_to_watchdog(folder: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen()
-    # Not by `threading`, whose list of threads is the script's.
+    # Not `threading`: this thread must stay out of the script's list of threads.
     _thread.start_new_thread(answer_for_ever, (server,))
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
         began = file.read().rpartition(")")[2].split()[19]
@@ -68,9 +68,9 @@ def open_to_watchdog(folder: str) -> None:
 
 
 def go_on_in_wandb() -> None:
-    """Have this rank's run of Weights & Biases, if it opens one, go on over all starts.
+    """Set variables so that this rank's Weights & Biases run continues over all starts.
 
-    A rank other than rank 0 has a run of its own. What the script or the job sets itself counts.
+    Ranks other than rank 0 have separate runs. Settings of the script or the job take precedence.
     """
     environ = os.environ
     if not {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"}.isdisjoint(environ):
@@ -86,7 +86,7 @@ def go_on_in_wandb() -> None:
 
 
 def answer_for_ever(server: socket.socket) -> None:
-    """Write to each connection where the threads stand, and torch's records of its collectives."""
+    """Write the stacks of all threads and torch's records of collectives to each connection."""
     own = threading.get_ident()
     while True:
         try:
@@ -102,7 +102,7 @@ def answer_for_ever(server: socket.socket) -> None:
                 records = [recorded() for recorded in recorders if recorded]
                 head = json.dumps({"threads": threads, "records": [*map(len, records)]})
                 connection.sendall(b"".join([head.encode(), b"\n", *records]))
-        except Exception:  # such as a watchdog that has hung up
+        except Exception:  # for example a closed connection
             time.sleep(1)
 
 

@@ -1,8 +1,8 @@
-"""Python loads this module when it starts: what the ranks of a run do before the script does.
+"""Python loads this module at startup: it prepares the ranks of a run before their script runs.
 
-A rank is what torchrun has started. Its child processes outlive a stop of the run until the rank
-ends (rank_children.py), and where the run has a watchdog, that can look into the rank
-(rank_watch.py). torchrun and other programs are left alone.
+A rank is a process started by torchrun. Its child processes outlive a stop of the run until the
+rank ends (rank_children.py). If the run has a watchdog, it can inspect the rank (rank_watch.py).
+torchrun and other programs are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIDS = "TRAIN_RANK_PIDS"
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """Return the pids of a process's parent, of that one's parent, and so on, as /proc has them."""
+    """Return the pids of a process's ancestors from /proc, the parent first."""
     ancestors: list[int] = []
     while pid > 1:
         try:
@@ -33,7 +33,7 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def prepare() -> None:
-    """Prepare this process if it is a rank, a rank's child process, or what may fork ranks."""
+    """Prepare this process if it is a rank, a rank's child process, or may fork ranks."""
     environ = os.environ
     if os.path.exists(os.path.join(HERE, "rank_children.py")):
         import rank_children
@@ -43,7 +43,7 @@ def prepare() -> None:
             if "rank_children" in sys.modules:
                 rank_children.protect(rank, above)
             return
-        del environ[PIDS]  # of a rank that has submitted this job
+        del environ[PIDS]  # from a rank that submitted this job
     if environ.pop("TRAIN_IS_FORK_SERVER", ""):  # it prepares each rank after the fork
         return
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "").isdigit():
@@ -58,7 +58,7 @@ def prepare() -> None:
 
 
 def become_rank(ancestors: list[int]) -> None:
-    """Have this rank's child processes know it, and outlive a stop."""
+    """Make this rank known to its child processes, and let them outlive a stop."""
     if PIDS in os.environ:  # a child process of a rank that was forked
         return
     own = os.getpid()
@@ -77,7 +77,7 @@ def watch_rank() -> None:
 
 
 def load_hidden() -> None:
-    """Load the sitecustomize that this one hides; this folder leaves the path of imports."""
+    """Load the sitecustomize that this one hides; remove this folder from the import path."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or os.curdir) != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:

@@ -1,15 +1,15 @@
-"""Which rank the others wait for again and again, by the times at which ranks begin collectives.
+"""Finds the rank that others repeatedly wait for, from the times at which collectives begin.
 
-torch records these times (its flight recorder). The last rank to begin a collective lets the others
-wait, as long as it came after the last but one. The record does not say whether they wait in this
-collective or go on, and wait in a later one: they have waited where the rank is suddenly no longer
-late. Where it is late all the time, they have waited once in each step, or more often. A step is as
-many collectives as recur in the same order with the same sizes.
+torch records these times (flight recorder). The last rank to begin a collective makes the others
+wait for the time since the last but one began. The record does not show whether they wait in this
+collective or continue and wait in a later one: they have waited if the rank is suddenly no longer
+late. If the rank is always late, they have waited at least once in each step. A step is the
+sequence of collectives that recurs in the same order with the same sizes.
 
-On GPUs (NCCL), a rank queues collectives ahead, and the time of queueing says nothing. There torch
-measures how long each collective takes on the GPU. All ranks end it together, so the last rank to
-begin it takes the shortest; clocks do not matter. But the other ranks may compute while the
-collective waits. So a slow rank costs, about, at least the longest wait of each step, and at most
+On GPUs (NCCL), a rank queues collectives ahead, and the time of queueing is not informative. There
+torch measures the duration of each collective on the GPU. All ranks end it together, so the last
+rank to begin it has the shortest duration; clocks do not matter. But the other ranks may compute
+while the collective waits. So a slow rank costs roughly between the longest wait of each step and
 the sum of all waits.
 """
 
@@ -21,34 +21,34 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 MOST, MOST_ON_GPU = 400, 2000
-"""So many of the newest collectives are compared; a GPU has many in a step, which look alike."""
+"""How many of the newest collectives to compare; a GPU has many similar ones in a step."""
 
 MOST_OF_ALL = 400_000
-"""So many are compared of all GPUs together, but `MOST` of each: one process does it."""
+"""How many to compare over all GPUs, but at least `MOST` of each: one process does it."""
 
 FEWEST_STEPS = 20
 FASTER = 0.10
-"""A rank is named if the run would be faster by this share without it,"""
+"""A rank is reported if the run would be faster by this share without it,"""
 
 LAST_IN = 0.9
 """and if it comes last in this share of the steps."""
 
 
 class Arrivals(NamedTuple):
-    """When a rank has begun its newest collectives."""
+    """When a rank began its newest collectives."""
 
     first: int
-    """The number of the first of them."""
+    """The number of the first one."""
 
     times: Sequence[float]
-    """In seconds since 1970, by the clock of the rank's node; without a gap. On GPUs, only those of
-    the first rank are read."""
+    """In seconds since 1970, by the clock of the rank's node, without gaps. On GPUs, only the times
+    of the first rank are read."""
 
     kinds: Sequence[int]
-    """A sum of name and sizes for each; only that of the first rank is read."""
+    """A checksum of each one's name and sizes; only those of the first rank are read."""
 
     took: Sequence[float] = ()
-    """How many seconds each has taken on the rank's GPU; nothing on the CPU."""
+    """The seconds that each one took on the rank's GPU; empty on the CPU."""
 
 
 class Straggler(NamedTuple):
@@ -56,27 +56,27 @@ class Straggler(NamedTuple):
 
     rank: int
     faster: float
-    """By which share the run would be faster without it; on GPUs, at least."""
+    """The speed-up of the run without this rank, as a share; on GPUs, the lower bound."""
 
     at_most: float | None
-    """By which share it would be faster at most: on the CPU, the same; None if that is unknown."""
+    """The upper bound of this share: on the CPU, the same; None if unknown."""
 
 
 class Comparison(NamedTuple):
     """How the ranks differ in their newest steps."""
 
     waits: Mapping[int, float]
-    """By rank: in which share of the time it has waited for other ranks."""
+    """By rank: the share of time spent waiting for other ranks."""
 
     straggler: Straggler | None
     """The rank that the others wait for, if it costs much."""
 
 
 def arrivals_of(entries: Sequence[Mapping[str, Any]], world: int = 1) -> Arrivals:
-    """Return the newest collectives of the default group that a rank has begun, or its GPU ended.
+    """Return a rank's newest collectives in the default group: begun, or on a GPU, ended.
 
-    torch knows those of the GPU where TORCH_NCCL_ENABLE_TIMING is set. Of how many ranks one is,
-    `world` says.
+    torch knows the times of the GPU if TORCH_NCCL_ENABLE_TIMING is set. `world` is the number of
+    ranks.
     """
     most = max(MOST, min(MOST_ON_GPU, MOST_OF_ALL // world))
     of_all = [e for e in entries if e["process_group"][0] == "0" and not e["is_p2p"]]
@@ -96,10 +96,10 @@ def arrivals_of(entries: Sequence[Mapping[str, Any]], world: int = 1) -> Arrival
 
 
 def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Comparison | None:
-    """Return how the ranks differ; None where that cannot be told.
+    """Return how the ranks differ; None if that cannot be determined.
 
     Args:
-        arrivals: Of each rank.
+        arrivals: The arrivals of each rank.
         nodes: The node of each rank.
     """
     on_gpu = all(each.took for each in arrivals.values())
@@ -130,7 +130,7 @@ def compare(arrivals: Mapping[int, Arrivals], nodes: Mapping[int, str]) -> Compa
 
 
 def _period(kinds: Sequence[int]) -> int | None:
-    """Return how many collectives a step has; None if they do not recur often enough."""
+    """Return the number of collectives in a step; None if they do not recur often enough."""
     for period in range(1, (len(kinds) - 1) // FEWEST_STEPS + 1):
         same = sum(a == b for a, b in zip(kinds, kinds[period:]))
         if same >= 0.95 * (len(kinds) - period):
@@ -139,11 +139,11 @@ def _period(kinds: Sequence[int]) -> int | None:
 
 
 def _set_clocks(times: dict[int, Sequence[float]], nodes: Mapping[int, str], period: int) -> bool:
-    """Set the clocks of all nodes alike, in place; say whether that was possible.
+    """Align the clocks of all nodes, in place; return whether that was possible.
 
-    In each step, some collective follows at once another one that all ranks have waited for: that
-    where the time since the one before is the shortest, for the rank that comes last. All ranks
-    begin it together, so that there their times differ only as the clocks do.
+    In each step, some collective immediately follows another one that all ranks have waited for: it
+    has the shortest time since the previous one, for the rank with the smallest such time. All
+    ranks begin it together, so their times there differ only by their clocks.
     """
     if period == 1:
         return False
@@ -173,7 +173,7 @@ def _middle(values: Iterable[float]) -> float:
 
 
 def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
-    """Return the rank that comes last by the longest times, in steps of `period` collectives."""
+    """Return the rank with the largest total delay, in steps of `period` collectives."""
     rank, late, _ = _last_by_most(times)
     lost, longest = _waited(late, period)
     took = _took(times)
@@ -183,11 +183,11 @@ def _latest(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
 
 
 def _latest_on_gpu(times: Mapping[int, Sequence[float]], period: int) -> Straggler:
-    """Return the rank whose GPU comes last by the longest times.
+    """Return the rank with the largest total delay of its GPU.
 
-    A step may have many collectives of the same size, of which only one shows that the rank is
-    late. So the time is divided into as many parts as `FEWEST_STEPS`, and the rank must be the last
-    one in most parts.
+    A step may have many collectives of the same size, and only one of them shows that the rank is
+    late. So the time is divided into `FEWEST_STEPS` parts, and the rank must be the last one in
+    most parts.
     """
     rank, late, margins = _last_by_most(times)
     late, margins = late[1:], margins[1:]  # between the first collective and the last one
@@ -210,11 +210,11 @@ def _latest_on_gpu(times: Mapping[int, Sequence[float]], period: int) -> Straggl
 def _last_by_most(
     times: Mapping[int, Sequence[float]],
 ) -> tuple[int, Sequence[float], Sequence[float]]:
-    """Return the rank that comes last by the longest times.
+    """Return the rank with the largest total delay.
 
     Returns:
-        The rank; for each collective, by how much this rank came after the last but one; and by how
-        much any rank did.
+        The rank; for each collective, the delay of this rank after the last but one, and the delay
+        of the last rank.
     """
     ranks = list(times)
     lasts, margins = [], []
@@ -237,10 +237,10 @@ def _took(times: Mapping[int, Sequence[float]]) -> float:
 
 
 def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]]:
-    """Return for how long a rank has waited that begins collectives so much before the last one.
+    """Return how long a rank has waited, by its lead over the last rank in each collective.
 
     Returns:
-        The time in all, and by how much it was ahead at most in each step.
+        The total time, and the largest lead in each step.
     """
     steps = (len(ahead) - 1) // period
     longest = [max(ahead[step * period : (step + 1) * period]) for step in range(steps)]
@@ -249,7 +249,7 @@ def _waited(ahead: Sequence[float], period: int) -> tuple[float, Sequence[float]
 
 
 def _waits(times: Mapping[int, Sequence[float]], period: int) -> dict[int, float]:
-    """Return by rank in which share of the time it has waited for others."""
+    """Return, by rank, the share of time spent waiting for others."""
     ends = [max(column) for column in zip(*times.values())]
     took = _took(times)
     shares = {}

@@ -1,8 +1,8 @@
 """Reports the progress of a TrainJob to Kubeflow Trainer, for `status.trainerStatus`.
 
 Trainer 2.2 or later with the feature gate TrainJobStatus sets three variables in the pods: an
-address, and the paths of a certificate and of a token that is good for this TrainJob only (KEP
-2779). Where they are missing nothing is sent. A server that does not answer harms nothing.
+address, and the paths of a certificate and of a token that is valid for this TrainJob only (KEP
+2779). Without them nothing is sent. A server that does not answer does no harm.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 EVERY_S = 10.0
 TIMEOUT_S = 5.0
 LAST_BYTES = 1 << 16
-"""How much of the metrics is read: some 250 steps."""
+"""How many bytes of the metrics to read: about 250 steps."""
 
 LENGTH = 64
 """The longest name or value of a metric, in characters."""
 
 MOST_METRICS = 32
 PLACE = {"version", "time", "attempt", "restart", "step", "steps", "count", "epoch", "samples_seen"}
-"""The fields of a record that are not measured figures."""
+"""Fields of a record that are not metrics."""
 
 
 def objects_in(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in lines; the first and the last line may be torn."""
+    """Return the JSON objects in lines; the first and the last line may be incomplete."""
     rows = []
     for line in text.splitlines():
         try:
@@ -50,11 +50,11 @@ def is_number(value: object) -> bool:
 
 
 def status_of(rows: list[dict[str, Any]], outcome: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the trainerStatus of a run by its newest records; None without one.
+    """Return the trainerStatus of a run from its newest records; None without records.
 
     Args:
-        rows: Those of `metrics.jsonl`.
-        outcome: That of `outcome.json`, which has the number of steps.
+        rows: The records of `metrics.jsonl`.
+        outcome: The record `outcome.json`, which has the number of steps.
     """
     rows = [row for row in rows if is_number(row.get("step")) and is_number(row.get("time"))]
     if not rows:
@@ -63,7 +63,7 @@ def status_of(rows: list[dict[str, Any]], outcome: Mapping[str, Any]) -> dict[st
     step, when = last["step"], time.gmtime(last["time"])
     figures = {"step": step}
     for row in rows:
-        if row["step"] == step:  # training and evaluation have records of their own
+        if row["step"] == step:  # training and evaluation have separate records
             figures.update({name: value for name, value in row.items() if name not in PLACE})
     status: dict[str, Any] = {
         "lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", when),
@@ -86,7 +86,7 @@ def status_of(rows: list[dict[str, Any]], outcome: Mapping[str, Any]) -> dict[st
 
 
 def start_of(row: Mapping[str, Any]) -> tuple[object, object]:
-    """Return which start of the ranks has written a record."""
+    """Return the start of the ranks that wrote a record."""
     return row.get("attempt"), row.get("restart")
 
 
@@ -99,10 +99,10 @@ class TrainerStatus:
         self.certificate = environ.get("KUBEFLOW_TRAINER_SERVER_CA_CERT") or None
         self.token = environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN", "")
         self.sent, self.size, self.complaint = -math.inf, 0, ""
-        self.thread = threading.Thread()  # that has not begun
+        self.thread = threading.Thread()  # not started
 
     def look(self, now: float) -> None:
-        """Send the status if it is time; the answer is waited for in a thread."""
+        """Send the status if it is due; a thread waits for the answer."""
         if self.url and now - self.sent >= EVERY_S and not self.thread.is_alive():
             self.sent = now
             self.thread = threading.Thread(target=self.send, daemon=True)
@@ -116,12 +116,12 @@ class TrainerStatus:
             self.send()
 
     def send(self) -> None:
-        """Send the status; say so once if that fails."""
+        """Send the status; print each new error once."""
         try:
             if status := self.changed_status():
                 self.post({"trainerStatus": status})
                 self.complaint = ""
-        except Exception as error:  # whatever a server may answer
+        except Exception as error:  # a server may answer anything
             if str(error) != self.complaint:
                 self.complaint = str(error)
                 print(f"watchdog: no status to the trainer: {error}", file=sys.stderr, flush=True)
@@ -141,7 +141,7 @@ class TrainerStatus:
         return status_of(rows, next(iter(objects_in(text.replace("\n", " "))), {}))
 
     def post(self, message: Mapping[str, Any]) -> None:
-        """Send a message with the token, which changes now and then."""
+        """Send a message with the token, which is rotated from time to time."""
         token = Path(self.token).read_text(encoding="utf-8").strip()
         request = urllib.request.Request(
             self.url,

@@ -1,21 +1,21 @@
-"""Looks into the ranks of one node when they hang: which rank, where, and what it has not joined.
+"""Diagnoses hanging ranks of one node: which rank, at which line, and the missing collective.
 
 `python3 watchdog.py FOLDER SECONDS|learned`, started by start.sh, which then becomes torchrun. The
 ranks leave files in FOLDER (sitecustomize.py).
 
-What it finds goes into the attempt's folder `watchdog` (docs/reference/run-directory.md). A file
-`ask-NAME` there, from `toolkit stacks` or another node's watchdog, is answered by a file
-`answer-NAME-NODE-PID.json`. The watchdog of rank 0 notices a stall: no step, or no output where
-the script records no steps, for so many seconds. It asks all nodes, names the ranks that keep the
-others waiting in `stalls.jsonl`, and has them killed if a number of seconds was given and no rank
-computes. At the same times, each minute, all nodes write into the folder `arrivals` when their
-ranks have begun the newest collectives. The watchdog of rank 0 writes into `ranks.jsonl` how long
-each rank waits for others, and names one that is slower than the others in `stragglers.jsonl`
-(stragglers.py). Where the job has a `log_pattern`, the watchdog beside the rank that prints steps
-records them (log_steps.py).
+Results go into the attempt's folder `watchdog` (docs/reference/run-directory.md). `toolkit stacks`
+or another node's watchdog writes a request `ask-NAME` there; each watchdog answers it with a file
+`answer-NAME-NODE-PID.json`. The watchdog of rank 0 detects a stall: no step for SECONDS, or no
+output if the script records no steps. It queries all nodes and writes the ranks that block the
+others to `stalls.jsonl`. If SECONDS is a number and no rank computes, it has these ranks killed.
+Once a minute, at the same time, each node writes to the folder `arrivals` when its ranks began
+their newest collectives. The watchdog of rank 0 writes each rank's waiting time to `ranks.jsonl`,
+and a rank that is slower than the others to `stragglers.jsonl` (stragglers.py). If the job has a
+`log_pattern`, the watchdog on the node of the rank that prints steps records the steps
+(log_steps.py).
 
-The attempt's folder is shared by many nodes. While nothing happens, a node opens one file a minute
-there, for its arrivals, and lists nothing.
+Many nodes share the attempt's folder. While nothing happens, a node opens one file a minute there,
+for its arrivals, and lists nothing.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from typing import Any, Dict, Sequence
 import stragglers
 
 Rank = Dict[str, Any]
-"""What a rank's file says of it: `rank`, `pid`, `world` (how many there are), and more."""
+"""The contents of a rank's file: `rank`, `pid`, `world` (the number of ranks), and more."""
 
 Finding = Dict[str, Any]
-"""What was found of a rank: `rank`, `pid`, `state`, `stack`, `threads`, `collectives`."""
+"""The state of a rank: `rank`, `pid`, `state`, `stack`, `threads`, `collectives`."""
 
 Stack = Sequence[Sequence[Any]]
 """(file, line, function) of each frame, the innermost first."""
@@ -52,23 +52,23 @@ POLL_S = 0.25
 POLL_LEARNED_S = 2.0
 POLL_LOG_S = 0.05
 LEAD_S = 3.0
-"""How long before a stall the ranks are looked at for the first time: two looks tell whether they
-are at work."""
+"""Seconds before a stall at which the ranks are first examined: comparing two examinations shows
+whether they are at work."""
 
 ANSWER_S = 2.0
-"""How long is waited for a rank's answer; a quarter of the limit, if that is less."""
+"""Timeout for a rank's answer; a quarter of the limit, if that is less."""
 
 MUTE_S = 0.3
-"""How long is waited for a rank that has not answered the last time."""
+"""Timeout for a rank that did not answer the last time."""
 
 SUSPENDED_S = 5.0
-"""A watchdog that has not looked for so long was suspended, and the ranks with it."""
+"""A watchdog that has not looked for this long was suspended together with the ranks."""
 
 ANSWERS_S = 40.0
 """How long other nodes may take to answer: by default, NFS shows a new file after up to 30 s."""
 
 SAME_TIME_S = 3.0
-"""How long two changes of a folder may have one time: some file systems know whole seconds."""
+"""Two changes of a folder this close may have the same time: some file systems store seconds."""
 
 STRAGGLERS_S = 60.0
 """How often the ranks are compared; of more than 960 ranks, every world size / 16 seconds."""
@@ -77,7 +77,7 @@ LOOKS_FOR_ARRIVALS = 12
 """How often in that time the nodes' arrivals are looked for, until all are there."""
 
 RECORDED = 100
-"""How often that is written down while a run becomes e times as old: files stay small."""
+"""How often that is recorded while a run becomes e times as old: files stay small."""
 
 LEAST_LEARNED_S = 300.0
 """A learned limit is at least this long, and ten times the longest time between two steps."""
@@ -90,10 +90,10 @@ KINDS = 5
 """How many of the newest collectives are compared by name and size."""
 
 COMPUTES = 0.2
-"""The processes of a rank that computes use so much of a core,"""
+"""The processes of a rank that computes use at least this share of a core,"""
 
 LONGEST_S, TIMES_LIMIT = 3600.0, 10
-"""and may do so without a step for so long, or for so many times the limit, if that is more."""
+"""and may do so without a step for this long, or this many times the limit, if that is more."""
 
 PAUSES = ("evaluation", "compilation")
 """Events in `events.jsonl` after which no step is expected, until another line follows."""
@@ -113,15 +113,15 @@ EXCHANGED = re.compile(r"ask-.*|end-.*\.json", re.DOTALL)
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[^/]*/|^<")
 COMMUNICATION = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/graph\.py$)")
-"""Files in whose functions ranks wait for each other; DDP does so inside of backward."""
+"""Files with functions in which ranks wait for each other; DDP does so inside backward."""
 
 LOCK = re.compile(
     r"/(?:threading|selectors|subprocess|(?:multiprocessing|concurrent/futures)/\w+)\.py$"
 )
-"""Files in whose functions a thread waits for other threads or processes."""
+"""Files with functions in which a thread waits for other threads or processes."""
 
 EQUAL = re.compile(r"all_reduce|_?(?:broadcast|reduce)(?:_oop)?$|_(all_gather|reduce_scatter)_base")
-"""Names of collectives in which all ranks have tensors of one size."""
+"""Names of collectives in which the tensors of all ranks have the same size."""
 
 
 # ---- One rank
@@ -138,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that appears whole."""
+    """Write a file atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value) + "\n", encoding="utf-8")
     draft.replace(path)
@@ -162,7 +162,7 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def is_alive(rank: Rank) -> bool:
-    """Whether the process of a rank's file still exists, and is no other one of its number."""
+    """Whether the process in a rank's file still exists and its pid was not reused."""
     began = rank.get("began")
     return began is not None and process_start(rank.get("pid", 0)) == began
 
@@ -178,9 +178,9 @@ def process_start(pid: int) -> str | None:
 
 
 def processes() -> dict[int, tuple[int, float, float]]:
-    """Return of each process its parent, its CPU time in seconds, and that of children it has lost.
+    """Return the parent of each process, its CPU seconds, and those of its ended children.
 
-    Time in which its first thread has waited for a CPU counts, too.
+    The CPU seconds include the time in which its first thread waited for a CPU.
     """
     tick_s, found = 1 / os.sysconf("SC_CLK_TCK"), {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -195,7 +195,7 @@ def processes() -> dict[int, tuple[int, float, float]]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, tuple[float, float]]:
-    """Return the CPU time of processes, and that of all that they have started."""
+    """Return the CPU time of processes, and the CPU time of all their descendants."""
     every = processes()
     used = {pid: every.get(pid, (0, 0.0, 0.0))[1:] for pid in pids}
     for pid, (parent, *seconds) in every.items():
@@ -231,9 +231,9 @@ def stack_by_signal(rank: Rank, folder: Path) -> list[list[Any]]:
 def answer_of(
     rank: Rank, timeout_s: float = ANSWER_S
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None] | None:
-    """Return what a rank's thread answers: the threads' stacks, and torch's entries.
+    """Return the answer of a rank's thread: the stacks of all threads, and the entries of torch.
 
-    None if it does not answer; no entries where torch records none, or the record is torn.
+    None if the thread does not answer; no entries if torch has none or the record is incomplete.
     """
     content = b""
     try:
@@ -250,7 +250,7 @@ def answer_of(
     entries, begin = [], 0
     try:
         for size in sizes:
-            # A record of nothing, like gloo's where NCCL does all, has no entries.
+            # An empty record has no entries, such as the record of gloo if only NCCL is used.
             entries += json.loads(rest[begin : begin + size]).get("entries", [])
             begin += size
     except (ValueError, AttributeError, TypeError):
@@ -259,12 +259,12 @@ def answer_of(
 
 
 def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the last collective that a rank has begun in each process group.
+    """Return the last collective of a rank in each process group.
 
-    That is its `number`, its `name`, and whether the rank still waits in it. On a GPU, ranks queue
-    collectives: `open` is the first that has not ended, and `started` whether the GPU has begun it,
-    which torch knows where TORCH_NCCL_ENABLE_TIMING is set. The backends of a group count their
-    collectives apart. `kinds` are the numbers and kinds of the newest ones, up to `open`.
+    It has a `number`, a `name`, and whether the rank still waits in it. On a GPU, ranks queue
+    collectives: `open` is the first unfinished one, and `started` is whether the GPU has begun it,
+    which torch knows if TORCH_NCCL_ENABLE_TIMING is set. The backends of a group number their
+    collectives separately. `kinds` are the numbers and kinds of the newest ones, up to `open`.
     """
     last: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -285,7 +285,7 @@ def collectives_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def kind_of(entry: Mapping[str, Any], name: str) -> str:
-    """Return what must be the same on all ranks: the name of a collective, and often its size."""
+    """Return the part that must match on all ranks: a collective's name, and often its size."""
     if not EQUAL.match(name):
         return name
     size = sum(map(math.prod, entry.get("input_sizes", ())))
@@ -295,7 +295,7 @@ def kind_of(entry: Mapping[str, Any], name: str) -> str:
 def waits_in(entries: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a rank is in an operation of torch.distributed that has not ended.
 
-    One of a GPU has not begun while kernels before it run, as far as torch knows the times.
+    On a GPU, an operation has not begun while earlier kernels run, as far as torch knows the times.
     """
     newest = {entry["process_group"][0]: entry for entry in entries}
     timed = any(entry.get("duration_ms") is not None for entry in entries)
@@ -310,7 +310,7 @@ def waits_in(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
-    """Return what is found of a rank now; of a stopped process, only that it is stopped."""
+    """Return the state of a rank now; for a stopped process, nothing else."""
     state = process_status(rank["pid"]).get("State", "")[:1]
     found: Finding = {"rank": rank["rank"], "pid": rank["pid"], "state": state}
     found.update(stack=[], threads=[], collectives=None, waits=False)
@@ -327,7 +327,7 @@ def examine(rank: Rank, folder: Path, timeout_s: float = ANSWER_S) -> Finding:
 
 
 def arrivals(rank: Rank, folder: Path) -> Finding:
-    """Return when a rank has begun the newest collectives; nothing if that cannot be told."""
+    """Return when a rank began its newest collectives; None if that is unknown."""
     begun = None
     if process_status(rank["pid"]).get("State", "")[:1] in ("T", "t", "Z"):
         return {"rank": rank["rank"], "arrivals": None}
@@ -343,7 +343,7 @@ def arrivals(rank: Rank, folder: Path) -> Finding:
 
 
 def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, str]]:
-    """Return when the ranks of a node's answer have begun their collectives, and the node."""
+    """Return when the ranks in a node's answer began their collectives, and the node."""
     begun = {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
         for each in report["ranks"]:
@@ -354,16 +354,16 @@ def begun_in(report: Mapping[str, Any]) -> dict[int, tuple[stragglers.Arrivals, 
     return begun
 
 
-# ---- Which ranks keep the others waiting
+# ---- Ranks that block the others
 
 
 def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
-    """Return the ranks that keep the others waiting, and why; none if no rank differs.
+    """Return the ranks that block the others, and why; none if no rank differs.
 
     These are, in this order: stopped processes; none if ranks are in different collectives; ranks
-    that lack a collective which others of its process group have begun; ranks whose GPU has not
-    begun a collective that other GPUs have; ranks outside of torch.distributed, if others are
-    inside.
+    that have not begun a collective as other ranks of the process group have; ranks with a GPU
+    that has not begun a collective as other GPUs have; ranks outside torch.distributed, if others
+    are inside.
     """
     ranks = {each["rank"]: each for each in found}
     stopped = [rank for rank, each in ranks.items() if each["state"] in ("T", "t")]
@@ -372,7 +372,7 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
     if mismatch_of(ranks.values()):
         return {}
     behind: dict[int, str] = {}
-    # Who has not answered may have joined all; who has no collective yet lacks the first.
+    # A rank without an answer may have joined all; a rank without collectives lacks the first.
     known = {
         rank: each["collectives"] for rank, each in ranks.items() if each["collectives"] is not None
     }
@@ -386,7 +386,7 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
         furthest = max(last.values(), key=lambda collective: int(collective["number"]))
         lacks = f"has not joined {furthest['name']} {furthest['number']} of process group {group}"
         for rank, collective in last.items():
-            # On a GPU, a rank may lack a later collective since it waits in an earlier one.
+            # On a GPU, a rank may lack a later collective because it waits in an earlier one.
             if collective["number"] < furthest["number"] and not collective["waits"]:
                 behind.setdefault(rank, lacks)
     if behind and len(behind) < len(ranks):
@@ -405,7 +405,7 @@ def culprits_of(found: Iterable[Finding]) -> dict[int, str]:
 
 
 def mismatch_of(found: Iterable[Finding]) -> tuple[str, dict[str, list[int]]] | None:
-    """Return the first collective that differs between ranks, and which ranks are in which."""
+    """Return the first collective that differs between ranks, and the ranks of each kind."""
     calls: dict[tuple[str, int], dict[str, list[int]]] = {}
     for each in found:
         for group, last in (each["collectives"] or {}).items():
@@ -420,7 +420,7 @@ def mismatch_of(found: Iterable[Finding]) -> tuple[str, dict[str, list[int]]] | 
 def at_work(found: Iterable[Finding]) -> list[int]:
     """Return the ranks that compute: in no collective, with processes that use a CPU.
 
-    Of a rank whose threads all wait for a lock or a process, only its other processes count.
+    If all threads of a rank wait for a lock or a process, only its other processes count.
     """
     ranks = []
     for each in found:
@@ -436,7 +436,7 @@ def at_work(found: Iterable[Finding]) -> list[int]:
 def before_what_others_started(
     known: Mapping[int, Mapping[str, Mapping[str, Any]]],
 ) -> dict[int, str]:
-    """Return the ranks whose GPU has not begun a collective that other GPUs have, and which."""
+    """Return the ranks with a GPU that is behind the other GPUs, and the collective."""
     found: dict[int, str] = {}
     for group in sorted({group for each in known.values() for group in each}):
         waiting = {rank: each[group] for rank, each in known.items() if group in each}
@@ -450,10 +450,10 @@ def before_what_others_started(
 
 
 def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collection[int]) -> bool:
-    """Whether the ranks are at work, as two looks show.
+    """Whether the ranks are at work, by comparison of two examinations.
 
-    They are if a rank has begun another collective; and if the stack of one that is in none has
-    changed while no rank differs from the others, or while the one that does imports modules.
+    They are if a rank has begun another collective. They also are if the stack of a rank outside
+    any collective has changed, and either no rank differs or the rank that differs imports modules.
     """
     first = {each["rank"]: each for each in before}
     pairs = [(first[each["rank"]], each) for each in now if each["rank"] in first]
@@ -470,7 +470,7 @@ def is_busy(before: Iterable[Finding], now: Iterable[Finding], culprits: Collect
 
 
 def place_of(stack: Stack) -> str:
-    """Return where a stack stands: its innermost line outside of libraries."""
+    """Return the location of a stack: its innermost line outside libraries."""
     own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
     if not own:
         return ""
@@ -482,7 +482,7 @@ def place_of(stack: Stack) -> str:
 def places_of(
     numbers: Sequence[int], ranks: Mapping[int, Finding], nodes: Mapping[int, str]
 ) -> str:
-    """Return a few words about ranks, and where they stand."""
+    """Return a phrase that names ranks and their source lines."""
     shown = ", ".join(map(str, numbers[:8]))
     shown += f", … ({len(numbers)} in all)" if len(numbers) > 8 else ""
     who = f"ranks {shown}" if len(numbers) > 1 else f"rank {shown} on {nodes[numbers[0]]}"
@@ -493,7 +493,7 @@ def places_of(
 def in_words(
     culprits: Mapping[int, str], found: Iterable[Finding], nodes: Mapping[int, str], world: int
 ) -> str:
-    """Return one sentence about a stall: which rank on which node, why, and where it stands."""
+    """Return one sentence about a stall: the rank, its node, the reason and the source line."""
     ranks = {each["rank"]: each for each in found}
     parts = []
     if not culprits and (mismatch := mismatch_of(ranks.values())):
@@ -519,9 +519,9 @@ def in_words(
 
 
 class Signs:
-    """When the run has last shown that it goes on, and for how long it may be silent.
+    """The time of the run's last sign of life, and how long the run may be silent.
 
-    A sign of life is a new line in `metrics.jsonl`. Before the first one, it is output of any rank.
+    A sign of life is a new line in `metrics.jsonl`; before the first line, any rank's output.
     """
 
     def __init__(self, run_dir: Path, logs: Path, limit_s: float | None) -> None:
@@ -529,7 +529,7 @@ class Signs:
         self.begin((), now=time.monotonic())
 
     def begin(self, ranks: Iterable[Rank], *, now: float) -> None:
-        """Begin anew with a new start of the ranks."""
+        """Reset for a new start of the ranks."""
         self.outputs = [
             Path(rank["error_file"]).with_name(name)
             for rank in ranks
@@ -559,7 +559,7 @@ class Signs:
 
     @property
     def timeout_s(self) -> float | None:
-        """For how long the run may be silent; None as long as that is not learned."""
+        """How long the run may be silent; None until this is learned."""
         if self.limit_s is not None:
             return self.limit_s
         if self.steps < LEARNS_FROM:
@@ -572,9 +572,9 @@ class Signs:
         return max(self.last, self.since)
 
     def silent_s(self, now: float, lead_s: float = 0.0) -> float | None:
-        """Return for how long there has been no sign of life; None if that is not too long.
+        """Return the time since the last sign of life; None if it is within the limit.
 
-        Nor will it be too long so many seconds later.
+        None also means that it stays within the limit for `lead_s` more seconds.
         """
         timeout_s = self.timeout_s
         if timeout_s is None or now + min(lead_s, timeout_s / 2) - self.silent_since < timeout_s:
@@ -585,7 +585,7 @@ class Signs:
         return now - self.last
 
     def pauses(self) -> bool:
-        """Whether an event that is newer than all steps says that none is expected now."""
+        """Whether the last event is newer than the last step and announces a pause."""
         events, metrics = (self.run_dir / f"{name}.jsonl" for name in ("events", "metrics"))
         try:
             if metrics.exists() and events.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
@@ -602,7 +602,7 @@ class Signs:
 
 
 class Watchdog:
-    """Answers questions, notices stalls where rank 0 runs, and kills ranks that are to be ended."""
+    """Answers requests, detects stalls on the node of rank 0, and kills ranks on request."""
 
     def __init__(
         self,
@@ -621,17 +621,17 @@ class Watchdog:
         )
         self.signs = Signs(logs.parent.parent, logs, limit_s)
         self.kills = limit_s is not None
-        # What is there was asked before: in pods, a new rank may have the pid of an old one.
+        # Existing requests are old: in pods, a new rank may have the pid of an earlier rank.
         self.done = {path.name for path in self.exchange.iterdir()}
         self.changed_ns, self.changed = 0, 0.0  # the exchange's time, and when it was seen first
         self.began: float | None = time.monotonic()  # None once there are ranks
         self.parent = parent
         self.unseen: set[int] = set()  # children of torchrun while no rank has left a file
         self.watched: list[int] = []
-        self.named = 0.0  # when a stall was named that goes on; 0 if none does
-        self.over = False  # whether it is judged for good
+        self.named = 0.0  # when the current stall was reported; 0 without a stall
+        self.over = False  # whether the verdict on it is final
         self.used: list[tuple[float, dict[int, tuple[float, float]]]] = [(self.looked, {})] * 2
-        self.mute: set[int] = set()  # pids of ranks that have not answered the last time
+        self.mute: set[int] = set()  # pids of ranks that did not answer the last time
         self.before: list[Finding] = []  # the first look at a run that seems to stall,
         self.silent_since = 0.0  # and its last sign of life before that
         self.period: int | None = None  # in which the ranks were compared last
@@ -653,17 +653,17 @@ class Watchdog:
             self.trainer_status = trainer_status.TrainerStatus(logs.parent.parent, environ)
 
     def newest_ranks(self) -> list[Rank]:
-        """Return the ranks that this node has started last, also those that have ended."""
+        """Return the newest ranks of this node, including those that have ended."""
         return [*filter(None, map(read_json, self.folder.glob("*.json")))]
 
     def ranks(self) -> list[Rank]:
-        """Return the ranks that run on this node, by their number."""
+        """Return the ranks that run on this node, sorted by rank."""
         return sorted(filter(is_alive, self.newest_ranks()), key=lambda rank: int(rank["rank"]))
 
     def new_files(self) -> list[str]:
-        """Return the names of questions and orders in the exchange that were not seen before.
+        """Return the names of new requests in the exchange.
 
-        All nodes share that folder: it is listed only after a change.
+        All nodes share that folder: the watchdog lists it only after a change.
         """
         now = time.monotonic()
         try:
@@ -679,7 +679,7 @@ class Watchdog:
         return sorted(found)
 
     def answer(self, name: str) -> None:
-        """Write down what this node's ranks are doing."""
+        """Write the state of this node's ranks to an answer file."""
         ranks = self.ranks()
         found = [self.examined(rank, self.folder) for rank in ranks]
         if self.kills:
@@ -698,7 +698,7 @@ class Watchdog:
         write_json(self.exchange / f"answer-{name}-{self.node}-{os.getpid()}.json", report)
 
     def examined(self, rank: Rank, folder: Path) -> Finding:
-        """Return what is found of a rank, which is not waited for again if it did not answer."""
+        """Return the state of a rank; if it did not answer last time, use a short timeout."""
         limit_s = self.signs.limit_s  # the first look must be over before it
         patience_s = ANSWER_S if limit_s is None else max(MUTE_S, min(ANSWER_S, limit_s / 4))
         found = examine(rank, folder, MUTE_S if rank["pid"] in self.mute else patience_s)
@@ -707,12 +707,12 @@ class Watchdog:
         return found
 
     def withdraw(self, name: str) -> None:
-        """Remove a question whose answers nobody needs, and these."""
+        """Remove a request that is no longer needed, and its answers."""
         for path in self.exchange.glob(f"a*-{name}*"):
             path.unlink(missing_ok=True)
 
     def ask_all(self, name: str, world: int) -> tuple[list[Finding], dict[int, str]]:
-        """Return what all nodes answer in time: what was found of each rank; each rank's node."""
+        """Return what all nodes answer in time: the state of each rank, and its node."""
         (self.exchange / f"ask-{name}").touch()
         self.done.add(f"ask-{name}")
         self.answer(name)
@@ -725,10 +725,10 @@ class Watchdog:
                 return found, nodes
 
     def name_stall(self, silent_s: float, world: int) -> bool:
-        """Find out who keeps the run waiting, write it down, and have those ranks killed.
+        """Find the ranks that block the run, record them, and have them killed.
 
-        Returns whether the run is stalled: ranks that are at work are not. One that computes for
-        longer than the limit is only named.
+        Returns whether the run is stalled: it is not while ranks are at work. A rank that computes
+        for longer than the limit is only reported.
         """
         name, before = f"stall-{time.time_ns()}", self.before
         found, nodes = self.ask_all(name, world)
@@ -763,10 +763,10 @@ class Watchdog:
         return True
 
     def look_for_straggler(self, now: float, ranks: Sequence[Rank]) -> None:
-        """Write down this node's arrivals once in each period; where rank 0 runs, judge all nodes'.
+        """Record this node's arrivals once per period; on the node of rank 0, compare all nodes.
 
-        A node that is late is not waited for. Periods begin at the same time on all nodes, as far
-        as their clocks agree.
+        The comparison does not wait for late nodes. Periods begin at the same time on all nodes, as
+        far as their clocks agree.
         """
         world, folder = ranks[0]["world"], self.exchange / "arrivals"
         period_s = max(STRAGGLERS_S, world / 16)
@@ -775,7 +775,7 @@ class Watchdog:
             self.period = period
         elif period != self.period:
             self.period, self.begun, self.taken = period, {}, set()
-            self.judge_s = now + period_s / LOOKS_FOR_ARRIVALS  # the other nodes write now, too
+            self.judge_s = now + period_s / LOOKS_FOR_ARRIVALS  # the other nodes also write now
             folder.mkdir(exist_ok=True)
             found = [arrivals(rank, self.folder) for rank in ranks]
             report = {"version": 1, "period": period, "node": self.node, "ranks": found}
@@ -792,7 +792,7 @@ class Watchdog:
             self.judge_s, self.begun = None, {}
 
     def judge(self, answers: Mapping[int, tuple[stragglers.Arrivals, str]]) -> None:
-        """Write down how long ranks wait, and which one is slower, if it is another than before."""
+        """Record how long ranks wait, and the slowest rank if it has changed."""
         begun = {rank: each for rank, (each, _) in answers.items()}
         nodes = {rank: node for rank, (_, node) in answers.items()}
         compared = stragglers.compare(begun, nodes)
@@ -830,14 +830,14 @@ class Watchdog:
             file.write(line + "\n")
 
     def tell(self, why: str) -> None:
-        """Write a file with one sentence, which the job's script sends to whom `notify` names."""
+        """Write a file with one sentence, which the job's script sends as a notification."""
         count = len([*self.exchange.glob("stall-*")])
         draft = self.exchange / f".stall.{os.getpid()}"
         draft.write_text(f"{why}\n", encoding="utf-8")
         draft.replace(self.exchange / f"stall-{count + 1}")
 
     def end(self, name: str) -> None:
-        """Kill the ranks of this node that a file names; torchrun's report says why."""
+        """Kill the ranks of this node that a file lists; torchrun's report gives the reason."""
         order = read_json(self.exchange / name)
         for rank in self.ranks():
             if order.get("pids", {}).get(str(rank["rank"])) == rank["pid"]:
@@ -848,9 +848,9 @@ class Watchdog:
                 os.kill(rank["pid"], signal.SIGKILL)
 
     def pause(self, seconds: float) -> bool:
-        """Wait, and record the steps that are printed meanwhile; return whether torchrun has ended.
+        """Wait, and record printed steps meanwhile; return whether torchrun has ended.
 
-        A last step is read before torchrun ends, which looks after its ranks ten times a second.
+        The last step is read before torchrun ends: torchrun polls its ranks ten times a second.
         """
         if not self.log_steps:
             return self.torchrun.poll(seconds * 1000)
@@ -863,7 +863,7 @@ class Watchdog:
         return has_ended
 
     def look(self) -> None:
-        """Do what there is to do now."""
+        """Run all checks that are due."""
         for name in self.new_files():
             if name.startswith("ask-"):
                 self.answer(name[len("ask-") :])
@@ -872,7 +872,7 @@ class Watchdog:
         now, ranks = time.monotonic(), self.ranks()
         if (
             now - self.looked > SUSPENDED_S
-        ):  # all of the node's processes were, as by scontrol suspend
+        ):  # all processes of the node were suspended, for example by scontrol suspend
             suspended_s = now - self.looked
             self.signs.last += suspended_s
             self.signs.since += suspended_s
@@ -890,7 +890,7 @@ class Watchdog:
                 print(f"watchdog: {UNSEEN}", file=sys.stderr, flush=True)
             self.unseen = children
         is_new = pids != self.watched
-        if is_new:  # arrivals may be of the ranks before
+        if is_new:  # arrivals may be those of the earlier ranks
             self.watched, self.period, self.judge_s = pids, None, None
         if ranks and ranks[0]["world"] > 1:
             with contextlib.suppress(OSError):  # on a full disk; stalls count more
@@ -913,14 +913,14 @@ class Watchdog:
             self.silent_since = since
             self.withdraw("stall-*-before")
             self.before, _ = self.ask_all(f"stall-{time.time_ns()}-before", ranks[0]["world"])
-            return  # a sign of life may have come meanwhile
+            return  # there may be a new sign of life
         silent_s = self.signs.silent_s(now)
         if silent_s is not None and self.name_stall(silent_s, ranks[0]["world"]):
             self.named, self.over = time.monotonic(), True
 
 
 class Ending:
-    """Notices that a process ends, by a descriptor where Python 3.9 and Linux 5.3 have one."""
+    """Detects the end of a process, by a pidfd if Python (3.9) and Linux (5.3) support it."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.began = pid, process_start(pid)
@@ -931,7 +931,7 @@ class Ending:
             self.has_descriptor = True
 
     def poll(self, limit_ms: float) -> bool:
-        """Wait so long for the end; return whether it has come."""
+        """Wait at most this long for the end; return whether the process has ended."""
         if self.has_descriptor:
             return bool(self.descriptor.poll(limit_ms))
         until = time.monotonic() + limit_ms / 1000
@@ -949,13 +949,13 @@ def main(folder: str, limit: str) -> None:
     torchrun = Ending(parent)
     if os.environ.get("TRAIN_LOG_PATTERN"):  # a torchrun that ends soon takes this folder with it
         importlib.import_module("log_steps")
-    if os.fork():  # no child of torchrun, whose children are the ranks
+    if os.fork():  # torchrun's only children must be the ranks
         return
     for number in (
         signal.SIGTERM,
         signal.SIGINT,
         signal.SIGHUP,
-    ):  # Slurm sends them to all; it ends with torchrun
+    ):  # Slurm sends these signals to every process; the watchdog ends with torchrun
         signal.signal(number, signal.SIG_IGN)
     attempt = os.environ.get("TRAIN_ATTEMPT", "0")
     logs = Path(os.environ["TRAIN_RUN_DIR"]) / "logs" / f"attempt-{attempt}"

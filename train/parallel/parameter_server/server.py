@@ -1,10 +1,10 @@
-"""What the server does for its trainers: hand out work, take gradients, and lose none.
+"""The server's work for its trainers: hand out tickets, collect gradients, and lose none.
 
-An update is one optimizer step. The weights' version is the number of updates in them. A trainer
-*holds* a ticket from when it draws it until its gradient has been applied. The age of a gradient
-(its staleness) is the number of updates applied between the weights that it was computed from and
-the moment at which it is applied itself. `Pacing` keeps the order of updates, in whole numbers: no
-tensors, no threads, no clock.
+An update is one optimizer step. The version of the weights is the number of updates in them. A
+trainer *holds* a ticket from the draw until its gradient has been applied. The age of a gradient
+(its staleness) is the number of updates applied after the version of its weights and before the
+gradient itself. `Pacing` decides the order of updates with whole numbers: no tensors, no threads,
+no clock.
 """
 
 import threading
@@ -25,43 +25,43 @@ class Ticket:
     trainer: int
     """The trainer that holds it, from 0."""
     update: int
-    """Which global batch it is for, from 0: each is drawn exactly once."""
+    """The global batch to work on, from 0: none is skipped or repeated."""
     version: int
-    """Updates in the weights that it is computed from."""
+    """Version of the weights for the gradient."""
 
 
 class Pacing:
-    """Decides which trainer may draw a ticket; updates up to `limit` may begin.
+    """Decides which trainer may draw a ticket; updates up to `limit` may start.
 
-    Each trainer works on whole batches of its own, without waiting or with a bounded wait.
+    Each trainer works on separate, whole batches, without waiting or with a bounded wait.
     """
 
     pieces: int = 1
-    """How many gradients make up an update."""
+    """Gradients per update."""
 
     def __init__(self, staleness: int | None = None) -> None:
-        """Let gradients be up to `staleness` updates old; None: however old."""
+        """Limit the age of gradients to `staleness` updates; None: no limit."""
         self.staleness = staleness
         self.version = self.limit = 0
         self.held: dict[int, Ticket] = {}
 
     def open(self, *, version: int, limit: int) -> None:
-        """Let updates begin until there are `limit` of them."""
+        """Let updates start until there are `limit` of them."""
         assert not self.held, "what was drawn before has been applied"
         self.version, self.limit = version, limit
 
     @property
     def started(self) -> int:
-        """Count the updates that have been applied, and those that are held."""
+        """Count the updates that are applied or held."""
         return self.version + len(self.held)
 
     def may_draw(self, trainer: int) -> bool:
-        """Whether a trainer's update could make no other one's gradient too old.
+        """Whether a trainer may start an update without making another gradient too old.
 
-        In the worst case a ticket's gradient is applied after those of all other tickets that have
-        been drawn by then. Its age is then the number of all other updates that were started, minus
-        its version. So that must stay within the bound for the oldest ticket, whenever one is
-        drawn. Applying changes neither number, so the bound holds in between, and in any order.
+        In the worst case, a ticket's gradient is applied after those of all other tickets drawn by
+        then. Its age is then the number of other started updates minus its version. At each draw,
+        this worst-case age of the oldest ticket must stay within the bound. Applying an update
+        changes neither number, so the bound also holds between draws, in any order.
         """
         if trainer in self.held or self.started >= self.limit:
             return False
@@ -71,7 +71,7 @@ class Pacing:
         return self.started - oldest <= self.staleness
 
     def draw(self, trainer: int) -> Ticket:
-        """Give a trainer the next batch, and the weights as they are now."""
+        """Give a trainer the next batch and the current weights."""
         return self._hold(trainer, self.started)
 
     def _hold(self, trainer: int, update: int) -> Ticket:
@@ -80,26 +80,26 @@ class Pacing:
 
     @property
     def over(self) -> bool:
-        """Whether all updates that may begin have been applied."""
+        """Whether all updates up to `limit` have been applied."""
         return self.version >= self.limit
 
     def hurry(self) -> None:
-        """Let no other update begin than those that have."""
+        """Let no further update start."""
         self.limit = min(self.limit, self.started)
 
     def age(self, tickets: Sequence[Ticket]) -> int:
-        """Count the updates since the weights that an update's gradients were computed from."""
+        """Count the updates since the oldest weights used for an update's gradients."""
         return self.version - min(ticket.version for ticket in tickets)
 
     def apply(self, tickets: Sequence[Ticket]) -> None:
-        """Note that an update has been made of these."""
+        """Record an update made from these tickets."""
         for ticket in tickets:
             del self.held[ticket.trainer]
         self.version += 1
 
 
 class InStep(Pacing):
-    """All trainers work on their slice of the same batch, and wait for each other."""
+    """All trainers work on slices of the same batch, and wait for each other."""
 
     def __init__(self, trainers: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class InStep(Pacing):
 
     @property
     def started(self) -> int:
-        """Count the one that trainers are at."""
+        """Count the updates that are applied, and the current one."""
         return self.version + bool(self.held)
 
     def may_draw(self, trainer: int) -> bool:
@@ -121,72 +121,72 @@ class InStep(Pacing):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A gradient to be computed."""
+    """A gradient to compute."""
 
     ticket: Ticket
-    """For which batch."""
+    """Names the batch."""
     weights: Sequence[Tensor]
-    """From these: parameters and moving buffers, on the CPU."""
+    """Parameters and moving buffers for the computation, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """What a trainer has made of its work."""
+    """The result of a trainer's work."""
 
     ticket: Ticket
-    """The work's."""
+    """The ticket of the work."""
     loss: float
     """Summed loss."""
     count: int
-    """Items that it sums over."""
+    """Items in the sum."""
     gradients: Sequence[Tensor | None]
-    """Of the summed loss, by parameter, on the CPU."""
+    """Gradients of the summed loss, by parameter, on the CPU."""
     moved: Sequence[Tensor]
-    """By how much each moving buffer has moved, on the CPU."""
+    """The change of each moving buffer, on the CPU."""
     samples: Tensor
-    """Numbers of the samples that it was computed from."""
+    """Numbers of the samples in the batch."""
     stop: bool
     """Whether the trainer got a stop request."""
     written: Sequence[str] = ()
-    """Parameters that its passes have written, of the copy that it was sent."""
+    """Parameters that passes have written in the trainer's copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """How a stretch of updates has ended, after which all ranks meet."""
+    """The end of a stretch of updates, after which all ranks meet."""
 
     number: int
-    """Which one, from 1."""
+    """Number of the stretch, from 1."""
     step: int
-    """Updates made in all."""
+    """Total updates so far."""
     error: TrainError | None = None
-    """Why the run must end, if it must."""
+    """The error that ends the run, if there is one."""
 
 
 class Server:
-    """Weights for trainers, and their gradients for the loop.
+    """Gives weights to trainers, and their gradients to the training loop.
 
-    Trainers call `draw()` and `push()`, each from a thread of its own, and the first thread that
-    sees a trainer disappear calls `lose()`; the training loop on rank 0 calls the rest. One lock
-    guards it all. Applying an update reads the weights, changes and writes them: two at once, and
-    one of them would be lost; a reader in between would see half a step. So only the loop's thread
-    does it, holding the lock, and weights are copied under the same lock.
+    Each trainer has its own thread here, which calls `draw()` and `push()`. The first thread that
+    sees a trainer disappear calls `lose()`. The training loop on rank 0 calls the other methods.
+    One lock guards all state. Applying an update reads, changes and writes the weights: of two
+    concurrent updates one would be lost, and a concurrent reader would see half a step. So only the
+    loop's thread applies updates, holding the lock, and weights are copied under the same lock.
     """
 
     def __init__(
         self, pacing: Pacing, copy_weights: Callable[[], Sequence[Tensor]], *, timeout_s: float
     ) -> None:
-        """Copy weights as they are now to the CPU; wait for a gradient for at most `timeout_s`."""
+        """Set the function that copies weights to the CPU, and the longest wait for a gradient."""
         self._pacing, self._copy_weights, self._timeout_s = pacing, copy_weights, timeout_s
         self._changed = threading.Condition()
         self._arrived: list[Gradient] = []
-        # Of this version; made at the first request.
+        # A copy of the current version, made at the first request.
         self._weights: Sequence[Tensor] | None = None
         self._last = Stretch(number=0, step=0)
         self._lost: str | None = None
 
     def draw(self, trainer: int, stretch: int) -> Work | Stretch:
-        """Return work as soon as there is some, or the end of the stretch."""
+        """Wait for work, or for the end of the stretch, and return it."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._last.number >= stretch or self._pacing.may_draw(trainer)
@@ -204,13 +204,13 @@ class Server:
             self._changed.notify_all()
 
     def lose(self, reason: str) -> None:
-        """End the wait for a trainer that is gone."""
+        """End the wait for a lost trainer."""
         with self._changed:
             self._lost = self._lost or reason
             self._changed.notify_all()
 
     def open(self, *, version: int, limit: int) -> None:
-        """Begin a stretch of updates."""
+        """Start a stretch of updates."""
         with self._changed:
             self._weights = None
             self._pacing.open(version=version, limit=limit)
@@ -219,10 +219,10 @@ class Server:
     def collect(self, *, stop: bool) -> Sequence[Gradient] | None:
         """Wait for the gradients of the next update, in a fixed order; None: the stretch is over.
 
-        After a `stop`, no update begins any more.
+        With `stop`, no further update starts.
 
         Raises:
-            PeerError: a trainer is gone, or none has sent anything for too long.
+            PeerError: a trainer is gone, or too few gradients came within the timeout.
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
@@ -237,12 +237,12 @@ class Server:
                 raise PeerError(self._lost)
             gradients = self._arrived[: self._pacing.pieces]
             del self._arrived[: self._pacing.pieces]
-        # By trainer, not by time: rounding must not depend on the order of arrival.
+        # Sorted by trainer, not by time: rounding must not depend on the order of arrival.
         return sorted(gradients, key=lambda gradient: gradient.ticket.trainer)
 
     @contextmanager
     def applying(self, gradients: Sequence[Gradient]) -> Iterator[int]:
-        """Exclude all readers while an update is made; gives the age of its oldest gradient."""
+        """Block all readers during an update; yields the age of its oldest gradient."""
         tickets = [gradient.ticket for gradient in gradients]
         with self._changed:
             yield self._pacing.age(tickets)

@@ -1,12 +1,12 @@
 """Training under a parameter server: the model on the server and on a trainer, and their loop.
 
 The server holds parameters and optimizer. A trainer loads the received weights, computes a gradient
-and sends it back; it has no state of its own that a checkpoint would have to know.
+and sends it back; it has no state that a checkpoint would have to save.
 
 Checkpoints, evaluation, stops and the end are those of `train.loop`: there all ranks meet. Between
-two such meetings lies a stretch of updates, known in advance, in which no trainer waits longer than
-`--ps-mode` allows. So each batch is drawn exactly once, and a checkpoint has no gradient on its
-way.
+two meetings there is a stretch of updates, with a known end, in which no trainer waits longer than
+`--ps-mode` allows. So each batch is drawn exactly once, and no gradient is in flight at a
+checkpoint.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from .server import Gradient, InStep, Pacing, Server, Stretch, Work
 
 
 class Served(WholeModel):
-    """One rank's copy of the model; rank 0's is the one that counts."""
+    """One rank's copy of the model; the copy of rank 0 is the trained model."""
 
     writes: Writes
 
@@ -42,26 +42,26 @@ class Served(WholeModel):
         self.serves = parts.group.rank_info.rank == 0
         if not self.serves:
             compilation.compile_whole(self.model, parts.config)
-        # In step, each trainer has a slice of every batch; else it has whole batches of its own.
+        # In sync mode, each trainer has a slice of every batch; otherwise it has whole batches.
         self.trainers = parts.group.rank_info.world_size - 1
         in_step = parts.config.ps_mode == "sync"
         self.shards = self.trainers if in_step else 1
         self.shard = max(parts.group.rank_info.rank - 1, 0) if in_step else 0
         self.axes = (self.shard,)
-        # How many ages were noted, their sum, and the largest.
+        # The number of recorded ages, their sum, and the largest.
         self._ages = 0, 0, 0
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return those whose movement is sent: running statistics, but no table that is not saved.
+        """Return the buffers with changes to send: running statistics that checkpoints save.
 
-        As they are now: forward() may put other tensors in their places.
+        They are read anew on each call, as forward() may replace them.
         """
         saved = self.model.state_dict().keys()
         buffers = batchnorm.numeric_buffers(self.model)
         return {name: buffer.detach() for name, buffer in buffers.items() if name in saved}
 
     def describe(self) -> str:
-        """Print the role of each rank."""
+        """Describe the role of each rank."""
         config = self.parts.config
         waits = {
             "sync": "which wait for each other",
@@ -71,7 +71,7 @@ class Served(WholeModel):
         return f"rank 0 serves {self.trainers} trainers, {waits}"
 
     def report(self) -> str:
-        """Describe how old gradients were."""
+        """Describe the age of gradients."""
         if not (ages := self.ages()) or self.parts.config.ps_mode == "sync":
             return ""
         return (
@@ -80,7 +80,7 @@ class Served(WholeModel):
         )
 
     def note_age(self, age: int) -> None:
-        """Note how many updates old an update's gradient was."""
+        """Record the age of an update's gradient, in updates."""
         count, total, largest = self._ages
         self._ages = count + 1, total + age, max(largest, age)
 
@@ -92,12 +92,12 @@ class Served(WholeModel):
         return {"staleness_mean": total / count, "staleness_max": float(largest)}
 
     def bind(self, optimizer: NamedOptimizer) -> None:
-        """Get to know the optimizer; a trainer's has no parameters."""
+        """Store the optimizer; the optimizer of a trainer has no parameters."""
         super().bind(optimizer)
         self.writes = Writes(dict(self.model.named_parameters()), self.norm_device)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the server's parameters; a trainer has none that an optimizer should know."""
+        """Yield the server's parameters; on a trainer, there are none for an optimizer."""
         return self.model.named_parameters() if self.serves else iter(())
 
     def model_state(self) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ class Served(WholeModel):
         return super().model_state() if self.serves else {}
 
     def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Put it in place; a trainer is sent weights with its work."""
+        """Load the server's model; a trainer receives weights with its work."""
         if self.serves:
             super().load_model_state(state)
 
@@ -114,7 +114,7 @@ class Served(WholeModel):
         return [tensor.detach().to("cpu", copy=True) for tensor in self._moving()]
 
     def take_weights(self, weights: Sequence[Tensor]) -> None:
-        """Put in place what the server has copied."""
+        """Load the weights that the server has copied."""
         with torch.no_grad():
             for mine, sent in zip(self._moving(), weights, strict=True):
                 mine.copy_(sent)
@@ -126,13 +126,13 @@ class Served(WholeModel):
         return gradients
 
     def moved(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return how far buffers have moved since these weights."""
+        """Return the changes of buffers since these weights."""
         buffers = self._buffers().values()
         before = weights[len(weights) - len(buffers) :]
         return [now.cpu() - then for now, then in zip(buffers, before, strict=True)]
 
     def put_gradients(self, pieces: Sequence[Sequence[Tensor | None]]) -> None:
-        """Make the parameters' gradients the sum of pieces, added in their order."""
+        """Set the parameters' gradients to the sum of pieces, added in the given order."""
         for parameter, column in zip(
             self.model.parameters(), zip(*pieces, strict=True), strict=True
         ):
@@ -143,15 +143,15 @@ class Served(WholeModel):
             parameter.grad = None if total is None else total.to(parameter.device)
 
     def move(self, pieces: Sequence[Sequence[Tensor]]) -> None:
-        """Move buffers by the mean of how far trainers have: see `train.model.batchnorm`.
+        """Change buffers by the mean of the trainers' changes: see `train.model.batchnorm`.
 
         Raises:
-            UsageError: a counter has moved differently on trainers that work on one batch.
+            UsageError: a counter has changed differently on trainers that share a batch.
         """
         columns = zip(*pieces, strict=True)
         for (name, buffer), column in zip(self._buffers().items(), columns, strict=True):
             mean = torch.stack(column).double().mean(dim=0)
-            # Counters of passes are whole numbers, and move alike on all trainers.
+            # Pass counters are whole numbers, and change equally on all trainers.
             exact = not buffer.is_floating_point()
             if exact and not all(piece.equal(column[0]) for piece in column):
                 raise UsageError(
@@ -167,12 +167,12 @@ class Served(WholeModel):
 
 
 class ServedTrainer(Trainer):
-    """The loop of rank 0, which serves, and that of a trainer."""
+    """The training loop, for the server on rank 0 and for trainers."""
 
     strategy: Served
 
     def run(self) -> bool:
-        """Train to the last step, or until stopped; say whether the run is done."""
+        """Train to the last step, or until stopped; return whether the run is done."""
         self._stretch = 0
         self._server: Server | None = None
         if self.strategy.serves:
@@ -189,7 +189,7 @@ class ServedTrainer(Trainer):
         """Make all updates up to the next meeting; return whether any rank got a stop request."""
         self._stretch += 1
         ended = self._compute() if self._server is None else self._serve(self._server)
-        # All ranks are here, so none is left waiting when all of them leave.
+        # All ranks reach this point, so all of them can leave without a hang.
         stop = self.note_stop(self.group.sum([self.stop.requested])[0])
         if ended.error is not None:
             raise ended.error
@@ -198,7 +198,7 @@ class ServedTrainer(Trainer):
         return stop
 
     def measure(self) -> dict[str, float]:
-        """Measure on the whole test set, on the server."""
+        """Evaluate the whole test set on the server."""
         if not self.strategy.serves:
             return {}
         rank_info = dataclasses.replace(self.group.rank_info, rank=0, world_size=1)
@@ -213,7 +213,7 @@ class ServedTrainer(Trainer):
         )
 
     def _serve(self, server: Server) -> Stretch:
-        """Apply the updates of a stretch as they come, up to what takes all ranks."""
+        """Apply the updates of a stretch as they arrive, up to the next meeting of all ranks."""
         step, every = self.progress.step, self.config.checkpoint_every
         end_of_epoch = math.ceil((self.epoch + 1) * len(self.train) / self.config.global_batch)
         checkpoint = (step // every + 1) * every if every else self.progress.steps
@@ -254,7 +254,7 @@ class ServedTrainer(Trainer):
             try:
                 self.update(loss, count, started=started, **extra)
             except NonFiniteLoss as error:
-                # The loop believes that batches come in order.
+                # The loop's own message assumes batches in order.
                 raise self._not_finite("gradient", gradients) from error
             self.strategy.move([gradient.moved for gradient in gradients])
         self.progress.metrics.update(self.strategy.ages())
@@ -278,7 +278,7 @@ class ServedTrainer(Trainer):
         strategy, ticket = self.strategy, work.ticket
         strategy.take_weights(work.weights)
         begin = ticket.update * self.config.global_batch
-        # Batches of one trainer, or of all in step, come one after the other: they are read ahead.
+        # With one trainer, or in sync mode, batches come in order and can be prefetched.
         in_turn = strategy.shards > 1 or strategy.trainers == 1
         batch = self.feed.batch(begin) if in_turn else self.feed.lone_batch(begin)
         seed_generators(mixed(self.seed, ticket.update), self.group.device)

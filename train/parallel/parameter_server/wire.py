@@ -1,7 +1,7 @@
 """The calls between trainers and server, over torch.distributed.rpc (TensorPipe).
 
-Tensors travel from and to the CPU on every device: TensorPipe's own ways between GPUs need a map of
-devices for each pair of ranks, and a parameter server on GPUs is bound by its network anyway.
+Tensors are sent from CPU to CPU, even with GPUs: direct transfers between GPUs in TensorPipe need a
+device map for each pair of ranks, and a parameter server on GPUs is bound by its network anyway.
 """
 
 import threading
@@ -22,18 +22,18 @@ from ...runtime.rendezvous import keys_of_this_try
 from .server import Gradient, Server, Stretch, Work
 
 _serving: list[Server] = []
-"""This process's own, when it is rank 0: calls name a function, not an object."""
+"""The server of this process on rank 0: RPC calls name a function, not an object."""
 _leaving = threading.Event()
-"""On trainers: set when this process means to leave."""
+"""On trainers: set before this process leaves."""
 _SCHEME = "train-group"
 
 
 @contextmanager
 def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Iterator[None]:
-    """Connect trainers and server; disconnect them when all went well, as `open_group()` does.
+    """Connect trainers and server; disconnect them after success, as `open_group()` does.
 
-    The ranks are connected already, and meet in the same store. `server` is what trainers shall
-    reach on rank 0; a call has failed after `timeout_s`.
+    The ranks are already connected, and use the same store again. `server` receives the trainers'
+    calls on rank 0. A call fails after `timeout_s`.
 
     Raises:
         PeerError: another rank has gone.
@@ -43,18 +43,18 @@ def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Ite
         _serving[:] = [server]
     _leaving.clear()
     options = rpc.TensorPipeRpcBackendOptions(
-        # A trainer that must wait keeps a thread of the server's, and must not keep out another.
+        # A waiting trainer occupies a thread of the server, and must not block other trainers.
         num_worker_threads=rank_info.world_size + 4 if rank_info.rank == 0 else 4,
         rpc_timeout=timeout_s,
         init_method=_rendezvous_url(group),
-        # TCP only. Between ranks of a node TensorPipe prefers shared memory, which it polls without
-        # rest: where there are more ranks than idle cores a call then took up to eight times as
-        # long, and containers often have little of such memory.
+        # TCP only. Between ranks of a node, TensorPipe prefers shared memory and polls it busily.
+        # With more ranks than idle cores, a call then took up to eight times as long. Containers
+        # also often have little shared memory.
         _transports=["uv"],
         _channels=["basic"],
     )
     with _others_may_be_gone(), warnings.catch_warnings():
-        # torch makes the group that RPC starts on in a way that it warns of itself.
+        # torch warns of the way in which it creates the process group of RPC.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(  # type: ignore[no-untyped-call]
             _name(rank_info.rank),
@@ -68,13 +68,13 @@ def connect(group: RankGroup, server: Server | None, *, timeout_s: float) -> Ite
     yield
     with _others_may_be_gone():
         leave(timeout_s=timeout_s)
-    # The shutdown counts calls in the store, whose home rank 0 may be: it must not go before all
-    # have counted.
+    # The shutdown counts calls in the store, which rank 0 may host: rank 0 must wait until all
+    # ranks have counted.
     group.sum([0.0])
 
 
 def leave(*, timeout_s: float | None = None) -> None:
-    """Disconnect, when all ranks do so too; without a time-out."""
+    """Disconnect; with a timeout, wait until all ranks disconnect."""
     _leaving.set()
     rpc.shutdown(graceful=timeout_s is not None, timeout=timeout_s or 0)
 
@@ -112,7 +112,7 @@ def _stay() -> None:
 
 
 def _watch(server: Server, rank: int) -> None:
-    """Learn at once that a trainer has died: a call that it never answers fails then."""
+    """Detect a trainer's death at once: a call that is open until the end of the run fails."""
 
     def answered(future: Future[Any]) -> None:
         try:
@@ -121,24 +121,24 @@ def _watch(server: Server, rank: int) -> None:
             reason = str(error).partition("\n")[0]
             server.lose(f"rank {rank}, a trainer, is gone: {reason}")
 
-    # No time-out: it is answered at the end of the run.
+    # No timeout: the trainer answers at the end of the run.
     rpc.rpc_async(_name(rank), _stay, timeout=0).add_done_callback(answered)
 
 
 def _rendezvous_url(group: RankGroup) -> str:
-    """Have RPC meet in the store of the process group, wherever that is.
+    """Return a URL for RPC rendezvous in the store of the process group.
 
-    `env://` would be right under torchrun alone, while ranks may have met at a port or in a file.
+    `env://` works under torchrun only, but ranks may have met at a port or in a file.
     """
 
     def meet(url: str, **unused: object) -> Iterator[tuple[Store, int, int]]:
         world = dist.group.WORLD
         assert world is not None, "a parameter server has trainers"
-        # What an earlier try has left there are the addresses of the dead.
+        # Keys of an earlier try hold addresses of dead processes.
         store = keys_of_this_try("rpc", group.rank_info, world.get_group_store())
         yield store, group.rank_info.rank, group.rank_info.world_size
 
-    # Once per process; tests connect more often.
+    # A process registers once, though tests connect several times.
     if _SCHEME not in _known_schemes:
         register_rendezvous_handler(_SCHEME, meet)  # type: ignore[no-untyped-call]
         _known_schemes.add(_SCHEME)

@@ -1,12 +1,12 @@
-"""Pipeline parallel: each rank holds one or two stages of the model and sees all of its share.
+"""Pipeline parallel: each rank runs one or two stages of the model on its whole share of a batch.
 
-The share is cut in micro-batches that follow each other through the stages, so that all ranks have
-work once the first has arrived at the last stage. In which order a rank takes forward and backward
-passes is the schedule's to say; torch has seven.
+The share is cut into micro-batches that follow each other through the stages, so that all ranks
+have work once the first micro-batch reaches the last stage. The schedule decides the order of
+forward and backward passes on a rank; torch has seven schedules.
 
-Each stage may itself be sharded and tensor parallel. Never wrap one in DistributedDataParallel: it
-exchanges gradients in hooks that three of the schedules go around, and then each copy trains alone,
-without a word.
+Each stage may also be sharded and tensor parallel. Never wrap a stage in DistributedDataParallel:
+three of the schedules bypass the hooks that exchange gradients, and each replica would train alone,
+without an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ from . import split, two_passes
 from .stages import Relay, SharedParameters, Stage, Untransferable, plan
 
 FEW = 2
-"""Samples of a pass before training: normalisation by the batch takes no single one."""
+"""Samples in a pass before training: batch normalisation rejects a single sample."""
 IN_PLACE = "modified by an inplace operation"
 """torch's message about a tensor that has changed since a backward pass was prepared."""
 
@@ -48,7 +48,7 @@ class Pipelined(Strategy):
     def __init__(self, parts: Parts) -> None:
         layout, config, group = parts.layout, parts.config, parts.group
         split.check(config, layout)
-        # On the host: the device need never hold more than this rank's stages.
+        # On the host, so that the device never holds more than this rank's stages.
         model = parts.model(torch.device("meta" if config.meta_init else "cpu"))
         super().__init__(parts, model)
         at = layout.coordinates(group.rank_info.rank)
@@ -73,8 +73,8 @@ class Pipelined(Strategy):
             self._units += [units] if units else []
             if isinstance(stage, FSDPModule):
                 # Parameters stay gathered until the step's last backward pass. Otherwise each
-                # micro-batch would gather them, and schedules that compute the gradients of weights
-                # in a pass of their own would look for other tensors, and silently leave them out.
+                # micro-batch would gather them again. Schedules with a separate pass for weight
+                # gradients would even look for other tensors, and silently skip these gradients.
                 stage.set_reshard_after_forward(False)
         if config.meta_init:
             hybrid.materialise(self.modules(), parts)
@@ -84,9 +84,9 @@ class Pipelined(Strategy):
         self._relay = Relay(self._stages, self._owners, self.stage_group, group.device)
         self._holds_last = len(self._plan) - 1 in self._stages
         if self._holds_last:
-            # torch's schedules take a tensor or several, and no other tree.
+            # torch's schedules accept one tensor or several, and no nested structure.
             self._stages[len(self._plan) - 1].register_forward_hook(self._flatten)
-        # Ranks of one tensor-parallel group compute the same loss: the first of them reports it.
+        # All ranks of a tensor-parallel group compute the same loss; only the first reports it.
         self._reports = self._holds_last and at["tp"] == 0
         self._predicts = self._reports and at["cp"] == 0
         self._form: TreeSpec | None = None
@@ -101,7 +101,7 @@ class Pipelined(Strategy):
         return list(self._stages.values())
 
     def describe(self) -> str:
-        """Describe which rank of a pipeline holds what."""
+        """Describe which rank of the pipeline holds which pieces."""
         pp, schedule = self.parts.layout.pp, self.parts.config.pp_schedule
         stages = [
             f"stage {number} (rank {self._owners[number]}): {', '.join(names)}"
@@ -115,11 +115,11 @@ class Pipelined(Strategy):
         return self._shared.named_parameters()
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield those that no other rank of the pipeline gives."""
+        """Yield this rank's parameters, each on only one rank of the pipeline."""
         return self._shared.counted_parameters()
 
     def without_gradient(self) -> frozenset[str]:
-        """Name the parameters that this rank's data have given no gradient in this step."""
+        """Name the parameters without a gradient from this rank's data in this step."""
         names = frozenset[str]().union(*(units.without_gradient() for units in self._units))
         return self._filled | self._shared.canonical(names)
 
@@ -129,19 +129,19 @@ class Pipelined(Strategy):
         return super().has_written() or any(copies)
 
     def written(self) -> list[str]:
-        """Name the parameters that have been written so."""
+        """Name the parameters that passes have written."""
         return [*super().written(), *(name for units in self._units for name in units.written())]
 
     def lost_write(self, names: Sequence[str]) -> str:
-        """Describe why a write comes out wrong: stages have micro-batches on their way."""
+        """Describe why a write gives wrong results: several micro-batches are in flight."""
         return f"{some_of(names)}, between the forward and the backward passes of micro-batches"
 
     def micro_batches(self) -> int:
-        """Count the micro-batches that `accumulate()` expects, all of one size."""
+        """Count the micro-batches that `accumulate()` expects, all of the same size."""
         return split.micro_batches(self.parts.config, self.parts.layout)
 
     def warm_up(self, batch: Batch) -> None:
-        """Refuse a model that does not bear cutting, between its pieces or along sequences."""
+        """Refuse a model that cannot be cut, between its pieces or along sequences."""
         layout, schedule = self.parts.layout, self.parts.config.pp_schedule
         pieces.check_complete(self.parts, batch, flags=f"--pp {layout.pp} --pp-schedule {schedule}")
         if schedule in split.TWO_PASSES:
@@ -179,12 +179,12 @@ class Pipelined(Strategy):
         cp.verify(held, lambda x: self.passed(x).get(last, (None, None))[1], batch, self.parts)
 
     def _refuse_any(self, problem: str) -> None:
-        """Raise the first problem that a rank has, on all of them."""
+        """Raise the first problem of any rank, on all ranks."""
         if problems := [one for one in self.parts.group.gather(problem) if one]:
             raise UsageError(problems[0])
 
     def _handed_over(self, batch: Batch) -> str:
-        """Describe why the loss fails where only the last stage has run; '' if it does not."""
+        """Describe why the loss fails if only the last stage has run; '' if it does not."""
         outputs = self.passed(self._slice.of(batch).inputs)
         if not self._holds_last:
             return ""
@@ -207,16 +207,16 @@ class Pipelined(Strategy):
         """Describe why a loss that reads weights would be wrong; '' if it reads none."""
         reads = LossReads(self.modules(), self.parts)
         outputs = unflattened(passed[len(self._plan) - 1][1], self._form)
-        # Another error comes again in the first step, where its part is named.
+        # Any other error occurs again in the first step, which names the failing part.
         with suppress(Exception), torch.no_grad(), self.parts.autocast(), reads:
             self.task.loss(outputs, part.targets)
         return reads.problem()
 
     def passed(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
-        """Send a batch through all stages; give what went in and out of this rank's.
+        """Send a batch through all stages; return the inputs and outputs of this rank's stages.
 
         Raises:
-            UsageError: a stage gives something else than a tensor; ranks before it do not know.
+            UsageError: a stage's output is not a tensor; raised on this stage's and later ranks.
         """
         self._modes.evaluate()
         try:
@@ -236,7 +236,7 @@ class Pipelined(Strategy):
         schedule = self._schedule_for(batches)
         self._modes.train()
         inputs = [joined([b.inputs for b in batches])] if 0 in self._stages else []
-        # Only their numbers go through torch's schedule, which can cut one tensor.
+        # torch's schedule can split only one tensor, so it gets the micro-batches' numbers.
         numbers = torch.arange(len(batches)) if self._holds_last else None
         self._targets = [batch.targets for batch in batches]
         self._factor, self._losses = factor, []
@@ -246,7 +246,7 @@ class Pipelined(Strategy):
             with tp.losses_stay_apart(self.parts):
                 schedule.step(*inputs, target=numbers, return_outputs=False)
         except RuntimeError as error:
-            # torch refuses a backward pass through what has been written since.
+            # torch refuses a backward pass through tensors written since the forward pass.
             if self.has_written():
                 raise UsageError(self._unkept(self.written())) from error
             if any(IN_PLACE in str(each) for each in (error, error.__cause__)):
@@ -262,7 +262,7 @@ class Pipelined(Strategy):
         return Sums(loss=torch.stack(self._losses).sum(), count=count)
 
     def _overwritten(self) -> str:
-        """Describe a buffer that moves while micro-batches are on their way."""
+        """Describe a buffer that changes while micro-batches are in flight."""
         stages = self._stages.values()
         moved = [name for s in stages for name, b in s.named_buffers() if b._version > 0]
         return (
@@ -280,7 +280,7 @@ class Pipelined(Strategy):
         )
 
     def _flatten(self, stage: nn.Module, arguments: object, outputs: Tree) -> Tree:
-        """Put the outputs of the last stage one after the other, and note how they are nested."""
+        """Flatten the outputs of the last stage, and record their structure."""
         self._form = form_of(outputs)
         if self._form is None:
             return outputs
@@ -290,8 +290,8 @@ class Pipelined(Strategy):
         return tuple(tensors_of(outputs))
 
     def _loss(self, outputs: Tree, number: Tensor) -> Tensor:
-        # A part of all numbers: so where it begins is the number, also in a rehearsal, whose
-        # tensors have no contents.
+        # `number` is a slice of all numbers, so its storage offset equals the number. Tensors have
+        # an offset even in a rehearsal, but no contents.
         targets = self._targets[int(number.storage_offset())]
         with self.parts.autocast():
             loss = summed_loss(self.task, unflattened(outputs, self._form), targets)
@@ -299,7 +299,7 @@ class Pipelined(Strategy):
         return loss if self._factor == 1.0 else loss * self._factor
 
     def evaluate(self, batch: Batch) -> Tally:
-        """Run the model without gradients, batch after batch: of any size, as nothing is cut."""
+        """Run the model without gradients; batches may have any size, as none is cut."""
         batch = self._slice.of(batch)
         with tp.losses_stay_apart(self.parts):
             passed = self.passed(batch.inputs)
@@ -313,7 +313,7 @@ class Pipelined(Strategy):
         return Tally(loss=zero, score=zero.new_zeros(0), count=0)
 
     def predict(self, batch: Batch) -> Tree | None:
-        """Run the model without gradients; a rank of the last stage has the outputs."""
+        """Run the model without gradients; one rank of the last stage returns the outputs."""
         own = self._slice.of(batch)
         passed = self.passed(own.inputs)
         if not self._holds_last:
@@ -323,11 +323,11 @@ class Pipelined(Strategy):
         return outputs if self._predicts else None
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
-        """Return torch's schedule for micro-batches like these, all of one size.
+        """Return torch's schedule for micro-batches like these, all of the same size.
 
-        It is given the inputs and outputs of each stage, and the number of micro-batches. torch
-        would find that out itself with a training pass of its own, which moves the running
-        statistics of batch normalisation. Ours changes nothing.
+        The schedule gets the inputs and outputs of each stage, and the number of micro-batches.
+        Without them, torch would make an extra training pass, which changes the running statistics
+        of batch normalisation. The pass here changes nothing.
         """
         made_for = (len(batches), [(t.shape, t.dtype) for t in tensors_of(batches[0].inputs)])
         if any(len(batch) != len(batches[0]) for batch in batches):
@@ -335,7 +335,7 @@ class Pipelined(Strategy):
             raise ValueError(f"micro-batches of a pipeline must be of one size, not {sizes}")
         if self._made_for == made_for:
             return self._schedule
-        # Connects the whole group: the first exchange between two of its ranks may not.
+        # Connects the whole group, which a first exchange between two of its ranks may not.
         dist.all_reduce(torch.zeros(1, device=self.norm_device), group=self.stage_group)
         stages = [
             PipelineStage(

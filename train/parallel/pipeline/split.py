@@ -1,6 +1,6 @@
 """The split of a model for a pipeline, the rank of each stage, and the number of micro-batches.
 
-Pure arithmetic, without torch, so that a command line is refused before anything starts.
+Pure arithmetic, without torch, so that an invalid command line is refused before anything starts.
 """
 
 import math
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ...tasks.base import Task
 
 ONE_STAGE = ("GPipe", "1F1B")
-"""Schedules whose ranks hold one stage each. Of the others they hold two: a batch passes every rank
-twice, and the first and the last micro-batch keep fewer ranks waiting."""
+"""Schedules with one stage per rank. Other schedules have two stages per rank: a batch passes every
+rank twice, and fewer ranks wait during the first and the last micro-batch."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Rank r holds stages r and 2 pp - 1 - r: data goes down the ranks and up again, like a V.
-Otherwise it starts over at rank 0, in a loop."""
+"""Rank r holds stages r and 2 pp - 1 - r: data goes down the ranks and back up, like a V. In other
+schedules with two stages per rank, data starts again at rank 0, in a loop."""
 TWO_PASSES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""They compute the gradients of inputs first, which the next stage waits for, and those of weights
-when there is nothing better to do: two passes over parts of one graph."""
+"""Schedules that compute input gradients first, as another stage waits for them, and weight
+gradients when the rank is otherwise idle: two passes over parts of one graph."""
 
 
 def stage_count(schedule: str, pp: int) -> int:
@@ -34,7 +34,7 @@ def stage_count(schedule: str, pp: int) -> int:
 
 
 def stages_of(rank: int, schedule: str, pp: int) -> tuple[int, ...]:
-    """Number the stages of a rank of the pipeline, in the order of the forward pass.
+    """Return the numbers of a rank's stages, in the order of the forward pass.
 
     >>> [stages_of(rank, "Interleaved1F1B", 2) for rank in range(2)]
     [(0, 2), (1, 3)]
@@ -47,7 +47,7 @@ def stages_of(rank: int, schedule: str, pp: int) -> tuple[int, ...]:
 
 
 def owners(schedule: str, pp: int) -> dict[int, int]:
-    """Name the rank of the pipeline that holds each stage, in the order of the forward pass.
+    """Map each stage to its pipeline rank, in the order of the forward pass.
 
     >>> owners("DualPipeV", 2)
     {0: 0, 1: 1, 2: 1, 3: 0}
@@ -57,25 +57,25 @@ def owners(schedule: str, pp: int) -> dict[int, int]:
 
 
 def accepts(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule can be made for so many micro-batches."""
+    """Whether a schedule supports this number of micro-batches."""
     match schedule:
         case "1F1B" | "DualPipeV":
             return micro_batches >= stage_count(schedule, pp)
         case "Interleaved1F1B" | "InterleavedZeroBubble":
-            # In rounds of at least pp micro-batches, all of the same number.
+            # In rounds of equal size, with at least pp micro-batches each.
             return micro_batches % max(1, micro_batches // pp) == 0
         case _:
             return True
 
 
 def micro_batches(config: "Config", layout: Layout) -> int:
-    """Count the micro-batches that every rank's share of a step is cut into.
+    """Count the micro-batches in every rank's share of a step.
 
-    Unless their size was given: as many as there are stages, twice, if the share allows it. Fewer
-    leave ranks waiting for work, more leave each with little to do at a time.
+    Without a given size, this is the largest valid number up to twice the number of stages. With
+    fewer micro-batches, ranks wait for work; with more, each micro-batch has little work.
 
     Raises:
-        UsageError: they cannot be of one size, or the schedule cannot be made for so many.
+        UsageError: micro-batches cannot have equal sizes, or the schedule rejects their number.
     """
     schedule, pp = config.pp_schedule, layout.pp
     whole = f"--global-batch {config.global_batch} with --pp {pp}"
@@ -120,10 +120,10 @@ def micro_batches(config: "Config", layout: Layout) -> int:
 
 
 def check(config: "Config", layout: Layout) -> None:
-    """Refuse what a pipeline cannot do, before a model is made.
+    """Refuse settings that a pipeline does not support, before a model is made.
 
     Raises:
-        UsageError: shows the arithmetic and a way out.
+        UsageError: shows the arithmetic and a fix.
     """
     if layout.pp == 1:
         raise UsageError(
@@ -159,10 +159,10 @@ def piece_sizes(model: "nn.Module", task: "Task") -> dict[str, int]:
 
 
 def cut(pieces: Mapping[str, int], parts: int, *, flags: str) -> list[list[str]]:
-    """Cut `piece_sizes()` in `parts` successive groups, the largest as small as can be.
+    """Cut `piece_sizes()` into `parts` successive groups, with the smallest possible maximum size.
 
-    Pieces without parameters are no group of their own: an optimizer would have nothing to do
-    there. The message names the flags that require so many parts.
+    Every group has parameters: without any, an optimizer would have nothing to do. The message
+    names the flags that require this number of parts.
 
     Raises:
         UsageError: there are too few pieces.
@@ -182,7 +182,7 @@ def cut(pieces: Mapping[str, int], parts: int, *, flags: str) -> list[list[str]]
 
     @cache
     def best(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """Cut what begins at `start`: the size of the largest group, and where each one ends."""
+        """Cut the pieces from `start` on: return the largest group's size and all groups' ends."""
         if parts == 1:
             return sum(sizes[start:]) or math.inf, (len(sizes),)
         options = []

@@ -1,7 +1,7 @@
-"""A model cut in pipeline stages: the pieces of each, what stages share, and a way through them.
+"""Pipeline stages: their pieces, their shared parameters, and a relay for batches.
 
-Stages may share a parameter, such as an embedding that is the head's matrix, too. Then each rank
-that holds one of these stages has a copy.
+Stages may share a parameter, such as an embedding that is also the head's matrix. Then each rank
+with one of these stages has a copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ from . import split
 
 
 class Stage(nn.Module):
-    """Some successive pieces of a model, under the names that they have in it."""
+    """Some successive pieces of a model, under their names in the model."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], parts: Parts) -> None:
         super().__init__()
-        # Underscored: no piece is called so.
+        # The underscore avoids name clashes with pieces.
         self._names, self._autocast = tuple(names), parts.autocast
         self._owns = parts.config.pp_schedule in split.TWO_PASSES
         for name in names:
@@ -38,18 +38,18 @@ class Stage(nn.Module):
             home.add_module(last, model.get_submodule(name))
 
     def forward(self, hidden: Tree) -> Tree:
-        """Run the pieces, one after the other."""
-        # Here, not around the schedule, which would run backward passes in it as well.
+        """Run the pieces one after another."""
+        # Not around the schedule, which would also run backward passes under autocast.
         with self._autocast():
             for name in self._names:
                 hidden = self.get_submodule(name)(hidden)
         return mapped(self._sendable, hidden)
 
     def _sendable(self, output: object) -> object:
-        """Give what torch's schedules can send and detach in place, as they can no view.
+        """Return a tensor, not a view, that torch's schedules can send and detach in place.
 
-        A linear layer gives a view for inputs of three dimensions. What is no tensor is refused
-        elsewhere.
+        A linear layer returns a view for inputs of three dimensions. Other outputs than tensors are
+        refused elsewhere.
         """
         if not isinstance(output, Tensor):
             return output
@@ -61,7 +61,7 @@ def plan(model: nn.Module, parts: Parts) -> list[list[str]]:
     """Name the pieces of each stage.
 
     Raises:
-        UsageError: there are too few, or the model is more than its pieces.
+        UsageError: there are too few pieces, or a parameter or buffer is in none of them.
     """
     schedule, pp, task = parts.config.pp_schedule, parts.layout.pp, parts.task
     sizes = split.piece_sizes(model, task)
@@ -82,10 +82,10 @@ def _within(name: str, pieces: Sequence[str]) -> bool:
 
 
 class SharedParameters:
-    """This rank's copies of what stages share, and the ranks that have the others.
+    """This rank's copies of parameters that stages share, and the ranks with other copies.
 
-    Copies begin alike, and stay alike, as each takes the same step: the sum of what all stages have
-    given it for a gradient.
+    Copies start equal and stay equal, as each takes the same step: its gradient is the sum over all
+    stages.
     """
 
     def __init__(
@@ -96,18 +96,17 @@ class SharedParameters:
         stages: Mapping[int, nn.Module],
         parts: Parts,
     ) -> None:
-        """Connect the ranks that have copies; all ranks call this, before they cut their stages.
+        """Connect the ranks that have copies; all ranks call this before they cut their stages.
 
-        `owners` names the rank of the pipeline that holds each stage of the plan; `stages` are this
-        rank's own.
+        `owners` maps each stage of the plan to its pipeline rank; `stages` are this rank's stages.
 
         Raises:
             UsageError: one rank would have to shard a parameter in two stages at once.
         """
         self._stages = stages
-        # All names of a parameter that stages share; the first is used for it everywhere.
+        # Maps each name of a shared parameter to its first name, which is used everywhere.
         self._canonical: dict[str, str] = {}
-        # Another rank speaks for these where each parameter counts once.
+        # In sums that count each parameter once, another rank counts these.
         self._counted_elsewhere: set[str] = set()
         self._summed: list[tuple[str, dist.ProcessGroup | None]] = []
         here = parts.layout.coordinates(parts.group.rank_info.rank)["pp"]
@@ -138,7 +137,7 @@ class SharedParameters:
                 self._summed.append((first, groups[ranks]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the stages' parameters, each once, under one name on all ranks that have it."""
+        """Yield the stages' parameters, each once, and under the same name on all ranks."""
         given: set[int] = set()
         for stage in self._stages.values():
             for name, parameter in stage.named_parameters():
@@ -147,7 +146,7 @@ class SharedParameters:
                     yield self._canonical.get(name, name), parameter
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each of the pipeline's parameters on one of its ranks."""
+        """Yield each of the pipeline's parameters on exactly one of its ranks."""
         return (
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -155,11 +154,11 @@ class SharedParameters:
         )
 
     def canonical(self, names: frozenset[str]) -> frozenset[str]:
-        """Call parameters by the names that stand for them."""
+        """Replace each name of a shared parameter by its first name."""
         return frozenset(self._canonical.get(name, name) for name in names)
 
     def sum_gradients(self) -> frozenset[str]:
-        """Add up the copies' gradients; give the names of those for which zeros stand in here."""
+        """Sum the gradients of copies; return the names of parameters that had none here."""
         if not self._summed:
             return frozenset()
         parameters = dict(self.named_parameters())
@@ -176,7 +175,7 @@ class SharedParameters:
 
 
 def _group(ranks: Sequence[int], parts: Parts) -> dist.ProcessGroup | None:
-    """Connect some ranks of each pipeline: every rank has to name the groups of all others."""
+    """Connect some ranks of each pipeline; every rank must create the groups of all pipelines."""
     layout, mine = parts.layout, None
     pipelines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
@@ -192,14 +191,14 @@ def _group(ranks: Sequence[int], parts: Parts) -> dist.ProcessGroup | None:
 
 
 class Untransferable(Exception):
-    """What a stage gives is not one tensor; arguments: its number, the name of the type given."""
+    """A stage's output is not one tensor; arguments: the stage's number, the output's type."""
 
 
 class Relay:
     """Runs this rank's stages in turn, and sends their output to the rank of the next stage.
 
-    Without gradients and without a schedule, tensors of any shape, as each is announced. So batches
-    need no padding, and nothing depends on how many there are.
+    Computes no gradients and uses no schedule. Each tensor's shape is sent first, so batches need
+    no padding, and their number does not matter.
     """
 
     def __init__(
@@ -214,10 +213,10 @@ class Relay:
         self._group, self._device = group, device
 
     def run(self, inputs: Tree) -> dict[int, tuple[Tree, Tree]]:
-        """Send a batch through all stages; give what went in and out of this rank's.
+        """Send a batch through all stages; return the inputs and outputs of this rank's stages.
 
         Raises:
-            Untransferable: on this rank or one before it, a stage gives the next no single tensor.
+            Untransferable: on this rank or an earlier one, a stage's output is not one tensor.
         """
         passed: dict[int, tuple[Tree, Tree]] = {}
         hidden = inputs
@@ -227,7 +226,7 @@ class Relay:
             with torch.no_grad():
                 given = hidden if isinstance(hidden, Untransferable) else stage(hidden)
             if number + 1 in self._owners and not isinstance(given, Tensor | Untransferable):
-                # The others hear of it, too: they wait for what this stage gives.
+                # Later ranks wait for this output: send them the error.
                 given = Untransferable(number, type(given).__name__)
             passed[number] = (hidden, given)
             hidden = given

@@ -1,9 +1,9 @@
-"""Does a model bear a backward pass in two parts: for the inputs of a stage, then for its weights?
+"""Check that a model supports a backward pass in two parts: a stage's inputs, then its weights.
 
-Zero-bubble schedules and DualPipeV go through a stage's graph so. A hook on an activation would run
-in both parts, and a reentrant checkpoint in neither; behind a layer's backward hook torch does not
-find the second part. That goes from one use of a parameter to the other, and cannot go there again
-for the parameters in between.
+Zero-bubble schedules and DualPipeV split a stage's backward pass in this way. A hook on an
+activation would run in both parts, and a reentrant checkpoint in neither. Behind a layer's backward
+hook, torch does not find the second part. The second part goes from one use of a parameter to
+another, and cannot take this path again for the parameters in between.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ CHECKPOINT = "CheckpointFunctionBackward"
 
 
 def check(parts: Parts, batch: Batch, stages: Sequence[Sequence[str]], *, flags: str) -> None:
-    """Make sure that a model bears it; `stages` are the pieces of each stage.
+    """Make sure that a model supports both parts; `stages` are the pieces of each stage.
 
     Raises:
         UsageError: on all ranks; names the layer or parameter.
@@ -34,7 +34,7 @@ def check(parts: Parts, batch: Batch, stages: Sequence[Sequence[str]], *, flags:
     problem = ""
     if parts.group.rank_info.rank == 0 and len(batch):
         for look in (_bound_to_one_pass, partial(_used_in_turn, stages=stages)):
-            # What cannot run on the device `meta` is not looked at.
+            # Models that cannot run on the device `meta` are not checked.
             with suppress(Exception):
                 problem = problem or look(parts.sketch(torch.device("meta")), batch.inputs)
     if problem := parts.group.broadcast(problem):
@@ -46,7 +46,7 @@ def check(parts: Parts, batch: Batch, stages: Sequence[Sequence[str]], *, flags:
 
 
 def _bound_to_one_pass(model: nn.Module, inputs: Tree) -> str:
-    """Describe the first layer that hooks a gradient, or is a reentrant checkpoint."""
+    """Describe the first layer with a hook on a gradient, or with a reentrant checkpoint."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             return f"has a backward hook on layer {name!r}"
@@ -73,7 +73,7 @@ def _used_in_turn(model: nn.Module, inputs: Tree, stages: Sequence[Sequence[str]
         stage = nn.Sequential(*map(model.get_submodule, held)).train()
         with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             outputs = stage(given)
-        # The first stage has no gradient of its inputs, and makes one pass.
+        # The first stage needs no input gradients, and makes one pass.
         if number > 0 and (node := _passed_twice(given, outputs, stage)):
             return f"uses parameter {names[node]!r} before and after others of a stage"
         given = mapped(lambda t: t.detach().requires_grad_(), outputs)
@@ -81,10 +81,10 @@ def _used_in_turn(model: nn.Module, inputs: Tree, stages: Sequence[Sequence[str]
 
 
 def _passed_twice(inputs: Tree, outputs: Tree, stage: nn.Module) -> Any:
-    """Return the node of a parameter whose gradient and those of others take the same way.
+    """Return a parameter's node if its gradient and those of others share a path in the graph.
 
-    As torch's schedules go: by groups of parameters, from the nodes where they meet the way of the
-    inputs' gradient.
+    Follows the traversal of torch's schedules: by groups of parameters, from the nodes where their
+    paths meet the path of the inputs' gradient.
     """
     ends = [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
     reverse = _backward.construct_reverse_graph(ends)
@@ -109,7 +109,7 @@ def _node_of(tensor: Tensor) -> Any:
 
 
 def _behind(nodes: Iterable[Any]) -> set[Any]:
-    """Collect some nodes of a graph, and those that its backward pass comes to from there."""
+    """Collect nodes of a graph, and all nodes that the backward pass reaches from them."""
     found, waiting = set(), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -120,14 +120,14 @@ def _behind(nodes: Iterable[Any]) -> set[Any]:
 
 
 def _finds(wanted: str, outputs: Sequence[Tensor], seen: set[Any]) -> bool:
-    """Whether the graph of some tensors has a node of that name that is not among the `seen`."""
+    """Whether the graph of some tensors has a node of that name outside `seen`; extends `seen`."""
     nodes = _behind(tensor.grad_fn for tensor in outputs) - seen
     seen |= nodes
     return any(node.name() == wanted for node in nodes)
 
 
 class _HookCalls(TorchFunctionMode):
-    """Notes the layer that registers a hook on an activation."""
+    """Records the first layer that registers a hook on an activation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _HookCalls(TorchFunctionMode):
             module.register_forward_hook(self._leave)
 
     def _leave(self, *_: object) -> None:
-        # A hook that returned a name would replace the layer's output.
+        # The hook must return None: another value would replace the layer's output.
         self._running.pop()
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Rules about names: of objects and their pods, of labels, and what must not stand twice."""
+"""Rules about the names of objects, pods and labels, and about duplicates."""
 
 import re
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ _1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-_RULE = re.compile(r"[A-Za-z_]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")  # of a failurePolicy (JobSet)
+_RULE = re.compile(r"[A-Za-z_]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")  # failurePolicy rule (JobSet)
 _MOST = 63
-_SUFFIX = "-abcde"  # what a Job adds to the names of its pods
+_SUFFIX = "-abcde"  # example of the suffix that a Job adds to pod names
 
 _STRICT = ("PyTorchJob", "TrainJob", "JobSet", "Service")
-"""Kinds whose names are RFC 1035 labels (their webhooks; of a Service the API)."""
+"""Kinds with RFC 1035 labels as names (webhooks require this; for a Service, the API)."""
 
 _LABELS_1123 = ("Job", "Pod", "Namespace")
-"""Kinds whose names become host names, or labels of a domain."""
+"""Kinds with names that become host names or domain labels."""
 
 _1035_WORDS = "small letters, digits and '-', beginning with a letter (RFC 1035)"
 _1123_WORDS = "small letters, digits and '-' (RFC 1123)"

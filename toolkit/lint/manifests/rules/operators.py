@@ -1,4 +1,4 @@
-"""Rules about what operators and the scheduler make of an object and its pods."""
+"""Rules about how operators and the scheduler handle an object and its pods."""
 
 import re
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ def _restarts(stream: Stream) -> Iterator[Violation[View]]:
             continue
         policy = pods.spec.at("restartPolicy")
         if not policy:
-            if pods.spec and pods.kind == "Job":  # JobSet writes OnFailure there
+            if pods.spec and pods.kind == "Job":  # JobSet sets OnFailure itself
                 yield Violation(policy, "no restartPolicy")
         elif policy.value == "Always":
             yield Violation(policy, "restartPolicy: Always")
@@ -150,7 +150,7 @@ def _failure_rules(stream: Stream) -> Iterator[Violation[View]]:
 
 
 def _meeting_jobs(stream: Stream) -> Iterator[Pods]:
-    """Yield the pods of Jobs whose torchruns must meet."""
+    """Yield the pods of Jobs in which several torchruns must rendezvous."""
     for launch in launches(stream):
         if launch.pods.kind == "Job" and launch.pods.several:
             yield launch.pods
@@ -190,7 +190,7 @@ def _unreachable(stream: Stream) -> Iterator[Violation[View]]:
             continue
         if not subdomain:
             yield Violation(subdomain, "the pods have no subdomain, and so no names")
-        elif services and subdomain.text() not in services:  # else it stands in another file
+        elif services and subdomain.text() not in services:  # otherwise it is in another file
             yield Violation(subdomain, f"there is no Service {subdomain.text()!r} here")
 
 
@@ -233,7 +233,7 @@ def _gang(stream: Stream) -> Iterator[Violation[View]]:
             continue
         limit = pods.job.at("backoffLimit")
         if policy.value and policy.text("restartStrategy") == "InPlaceRestart":
-            continue  # whose agents restart the containers, up to a large backoffLimit
+            continue  # its agents restart the containers, up to a large backoffLimit
         if policy.whole("maxRestarts") and limit.value != 0:
             there = f"backoffLimit: {shown(limit.value)}" if limit else "no backoffLimit: 6"
             yield Violation(limit, f"{there} restarts of a pod alone")

@@ -1,4 +1,4 @@
-"""Rules about a container's process: SIGTERM, exit statuses, deadlines, variables, `$(NAME)`."""
+"""Rules about container processes: SIGTERM, exit codes, deadlines, variables, `$(NAME)`."""
 
 import base64
 import re
@@ -113,7 +113,7 @@ _SPECIAL = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|WORLD_SIZE|RANK|PYTHONUNBUFFERED|PET_\w+|JOB_COMPLETION_INDEX"
     r"|\w+_SERVICE_HOST|\w+_SERVICE_PORT(_\w+)?|\w+_PORT(_\w+)?)"
 )
-"""Variables that operators and Services bring."""
+"""Variables that operators and Services set."""
 
 
 @MANIFESTS.rule(
@@ -171,7 +171,7 @@ def _decoded(text: str) -> str:
 def _references(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         if container.view.at("envFrom") or container.pods.partly:
-            continue  # there may be others
+            continue  # there may be other variables
         names: set[str] = set()
         for name, entry in container.env.items():
             for used in _unknown(entry.text("value"), names):
@@ -210,7 +210,7 @@ def _unknown(text: str, defined: set[str]) -> list[str]:
 
 
 def _words(container: Container) -> Iterator[tuple[View, bool]]:
-    """Yield what a container starts, and whether a shell reads the word."""
+    """Yield each word of a container's command and arguments, and whether a shell reads it."""
     _, script, _ = shell_of(container.argv)
     for key in ("command", "args"):
         for item in container.view.at(key).items():

@@ -1,4 +1,4 @@
-"""Rules about how pods meet: the rendezvous, the variables of the operators, Services."""
+"""Rules about the rendezvous of pods: torchrun options, operators' variables, Services."""
 
 import re
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ _RESERVED = (
     *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK"),
     *("PET_MASTER_ADDR", "PET_MASTER_PORT"),
 )
-"""What Trainer's webhook keeps for itself (its torch plugin)."""
+"""Variables that Trainer's webhook reserves (torch plugin)."""
 
 _INJECTED = (*_RESERVED, "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-"""What the Training Operator sets in every pod of a PyTorchJob."""
+"""Variables that the Training Operator sets in every pod of a PyTorchJob."""
 
 _ELASTIC = ("PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_ID", "PET_MAX_RESTARTS")
-"""Variables that it sets in addition with an elasticPolicy."""
+"""Additional variables that the operator sets with an elasticPolicy."""
 
 _EACH_RANK = ("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE")
-"""What only torchrun can say, to each worker."""
+"""Variables that only torchrun can set, for each worker."""
 
 
 @MANIFESTS.rule(
@@ -119,7 +119,7 @@ def _stores(stream: Stream) -> Iterator[Violation[View]]:
 
 
 _SHARE_STORE = ("c10d", "etcd-v2")
-"""The backends whose store the ranks get, too (torch 2.13)."""
+"""Rendezvous backends that also share their store with the ranks (torch 2.13)."""
 
 
 def _elastic(launch: Launch) -> bool:
@@ -194,7 +194,7 @@ def _alone(stream: Stream) -> Iterator[Violation[View]]:
 # ---- Services and selectors
 
 _OTHERS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
-"""Kinds with pods that are no training."""
+"""Kinds with pods that do not train."""
 
 
 @MANIFESTS.rule(
@@ -205,7 +205,7 @@ _OTHERS = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet")
 )
 def _not_ready(stream: Stream) -> Iterator[Violation[View]]:
     if next(stream.of(*_OTHERS), None) is not None:
-        return  # whose pods may want it so
+        return  # their pods may need the default
     for service in stream.of("Service"):
         spec = service.view.at("spec")
         if spec.at("clusterIP").value == "None" and (
@@ -241,7 +241,7 @@ def _selectors(stream: Stream) -> Iterator[Violation[View]]:
     foreign = any(manifest.kind in ("TrainJob", *_OTHERS) for manifest in stream.manifests)
     foreign = foreign or not all(one.kind for one in pods_of(stream))
     if not owners or foreign:
-        return  # its target is in another file
+        return  # the target may be in another file
     for manifest in stream.of("Service", "NetworkPolicy"):
         service = manifest.kind == "Service"
         path = ("selector",) if service else ("podSelector", "matchLabels")

@@ -9,12 +9,12 @@ from toolkit.text.manifests import Stream, View
 from toolkit.text.quantities import amount, whole_number
 
 _MEMORY = ("memory", "ephemeral-storage")
-_SMALLEST = 2**20  # nothing that trains fits into a mebibyte
+_SMALLEST = 2**20  # no training fits into one mebibyte
 _OWN = ("cpu", "memory", "ephemeral-storage", "storage")
 
 
 def _amounts(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
-    """Yield place, resource and amount of a container's requests."""
+    """Yield the section, resource and amount of a container's requests and limits."""
     for where in ("requests", "limits"):
         for name, entry in container.resources.at(where).entries():
             if (value := amount(entry.value)) is not None:

@@ -1,10 +1,10 @@
-"""Rules about the form of manifests: versions, fields, types, fixed words, quantities.
+"""Rules about the structure of manifests: versions, fields, types, enums, quantities.
 
 The schemas of Kubernetes and of the operators are data, in `schemas.json` (Kubernetes 1.37,
-Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12, scheduler-plugins 0.31), which is
-read when the first manifest is checked. A cluster's own kinds are held to the schemas of their
-CustomResourceDefinitions. Only OpenAPI parts of a schema are checked; its rules in CEL
-(x-kubernetes-validations) are for the server.
+Training Operator 1.9, Trainer 2.3, JobSet 0.12, Volcano 1.12, scheduler-plugins 0.31). The first
+check of a manifest loads this file. Custom kinds of a cluster are checked against the schemas of
+their CustomResourceDefinitions. Only the OpenAPI parts of a schema are checked; the server checks
+the CEL rules (x-kubernetes-validations).
 """
 
 import functools
@@ -49,13 +49,13 @@ _SIZES = (
 )
 _BITS = {"int32": 31, "int64": 63}
 _FILLED = re.compile(r"failurePolicy\.rules\[\d+\]\.name")
-"""Fields that a schema requires and an operator's webhook fills in before (JobSet's)."""
+"""Required fields that an operator's webhook fills in before validation (JobSet)."""
 
 _SHOWN = 60
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: short, and as YAML writes it.
+    """Return a short YAML form of a value for a message.
 
     >>> shown(True), shown(None), shown(3), shown("a"), shown({"a": 1})
     ('true', 'null', '3', "'a'", 'a mapping')
@@ -82,13 +82,13 @@ class Schemas:
     """The schemas of some kinds."""
 
     served: Mapping[tuple[str, str, str], _Schema]
-    """API group, version and kind: the schema of the whole object."""
+    """Object schemas by API group, version and kind."""
 
     definitions: Mapping[str, _Schema]
-    """What the schemas refer to, by name; empty for CustomResourceDefinitions."""
+    """The definitions for `$ref`, by name; empty for CustomResourceDefinitions."""
 
     def versions(self, group: str, kind: str) -> list[str]:
-        """Return the versions in which a kind is served."""
+        """Return the served versions of a kind."""
         return [v for g, v, k in self.served if (g, k) == (group, kind)]
 
 
@@ -103,10 +103,10 @@ def _packaged() -> Schemas:
 
 
 def read_schemas(folder: Path) -> Schemas:
-    """Read every CustomResourceDefinition below a folder, as `kubectl get crd -o yaml` prints it.
+    """Read every CustomResourceDefinition below a folder, as printed by `kubectl get crd -o yaml`.
 
     Raises:
-        InputError: it holds none, or a file of it is no YAML.
+        InputError: the folder contains none, or one of its files is not YAML.
     """
     if not folder.is_dir():
         raise InputError("there is no such folder", place=str(folder))
@@ -127,7 +127,7 @@ def read_schemas(folder: Path) -> Schemas:
 
 
 def schemas_of(objects: Iterable[Any]) -> Schemas:
-    """Return the schemas among objects: CustomResourceDefinitions, and lists of them."""
+    """Return the schemas of all CustomResourceDefinitions in objects and lists of objects."""
     served: dict[tuple[str, str, str], _Schema] = {}
     waiting = [*objects][::-1]
     while waiting:
@@ -146,15 +146,15 @@ def schemas_of(objects: Iterable[Any]) -> Schemas:
     return Schemas(served=served, definitions={})
 
 
-# ---- Values held to a schema
+# ---- Schema validation
 
 
 @dataclass(frozen=True)
 class _Mismatch(Violation[View]):
-    """A value that is not what a schema allows at its place."""
+    """A value that a schema does not allow."""
 
     rule: str = ""
-    """The rule that reports it, for a schema of the package."""
+    """The rule that reports a mismatch with a packaged schema."""
 
 
 _Mismatches = Iterator[_Mismatch]
@@ -164,12 +164,12 @@ class _Checker:
     def __init__(self, schemas: Schemas, author: str) -> None:
         self.definitions = schemas.definitions
         self.author = author
-        """The kind and its API, as messages name them: `Job of Kubernetes 1.37`."""
+        """The kind and its API as shown in messages, such as `Job of Kubernetes 1.37`."""
 
     def value(self, view: View, schema: _Schema) -> _Mismatches:
         value = view.value
         if value is None:
-            return  # null is the lack of a value, which a server drops
+            return  # the server drops null values
         if reference := schema.get("$ref"):
             schema = self.definitions[reference.rpartition("/")[2]]
         if expected := _expected(value, schema):
@@ -189,11 +189,11 @@ class _Checker:
             if isinstance(value, kind) and high in schema and len(value) > schema[high]:
                 what = f"{view.where} has {len(value)} {unit}; it may have {schema[high]}"
                 yield _Mismatch(view, what)
-        if not schema.get("x-kubernetes-int-or-string"):  # whose anyOf is the same condition
+        if not schema.get("x-kubernetes-int-or-string"):  # its anyOf repeats the type check
             yield from self.combined(view, schema)
 
     def fields(self, view: View, schema: _Schema, *, own: Sequence[str] = ()) -> _Mismatches:
-        """Yield the mismatches of a mapping; the server itself knows the fields `own`."""
+        """Yield the mismatches of a mapping; the server itself defines the fields `own`."""
         fields: Mapping[str, _Schema] = schema.get("properties", {})
         others = schema.get("additionalProperties")
         free = schema.get("x-kubernetes-preserve-unknown-fields") or others is True
@@ -237,9 +237,9 @@ class _Checker:
             seen.add(key)
 
     def combined(self, view: View, schema: _Schema) -> _Mismatches:
-        """Yield violations of anyOf, oneOf, allOf and not, whose parts mean little alone."""
+        """Yield violations of allOf, anyOf, oneOf and not."""
 
-        def part(schema: _Schema) -> _Mismatches:  # a part does not list all fields
+        def part(schema: _Schema) -> _Mismatches:  # a part need not list all fields
             return self.value(view, {"x-kubernetes-preserve-unknown-fields": True, **schema})
 
         where, value = view.where, shown(view.value)
@@ -260,7 +260,7 @@ _OWN = ("apiVersion", "kind", "metadata", "status")
 
 
 def _expected(value: Any, schema: _Schema) -> str | None:
-    """Return the type that a schema wants, in words; None where the value has it."""
+    """Return the expected type in words; None if the value fits."""
     plain = isinstance(value, (int, str)) and not isinstance(value, bool)
     if schema.get("format") == "quantity":
         return None if plain or isinstance(value, float) else "a quantity"
@@ -284,7 +284,7 @@ def _wrong_type(view: View, expected: str, way_out: str | None = None) -> _Misma
 
 
 def _scalar(view: View, schema: _Schema) -> _Mismatches:
-    """Yield violations of the limits of a single value."""
+    """Yield violations of scalar constraints."""
     value, where = view.value, view.where
     if schema.get("format") == "quantity" and amount(value) is None:
         yield _Mismatch(view, f"{where}: {shown(value)} is no quantity", "quantity-malformed")
@@ -298,7 +298,7 @@ def _scalar(view: View, schema: _Schema) -> _Mismatches:
         try:
             matches = re.search(pattern, value) is not None
         except re.error:
-            matches = True  # Go's syntax, which Python does not know
+            matches = True  # Go syntax that Python does not support
         if not matches:
             yield _Mismatch(view, f"{where}: {shown(value)} is not like {pattern}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -311,7 +311,7 @@ def _scalar(view: View, schema: _Schema) -> _Mismatches:
 
 
 def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[View]]:
-    """Yield where the objects of a stream are not what their own kinds' schemas allow."""
+    """Yield the values that violate the schemas of a cluster's custom kinds."""
     checker = _Checker(schemas, "the schema")
     for manifest in stream.manifests:
         written = manifest.view.at("apiVersion")
@@ -330,7 +330,7 @@ def schema_violations(stream: Stream, schemas: Schemas) -> Iterator[Violation[Vi
 
 @functools.lru_cache(maxsize=1)
 def _mismatches(stream: Stream) -> tuple[_Mismatch, ...]:
-    """Return where the objects of a stream are not what the API holds."""
+    """Return the values in a stream that do not match the API schemas."""
     packaged = _packaged()
     served = {(group, kind): schema for (group, _, kind), schema in packaged.served.items()}
     return tuple(
@@ -352,12 +352,12 @@ _AUTHORS = {
 
 
 def _author(manifest: Manifest) -> str:
-    """Return the kind and its API, as messages name them."""
+    """Return the kind and its API as shown in messages."""
     return f"{manifest.kind} of {_AUTHORS.get(manifest.group, 'Kubernetes 1.37')}"
 
 
 def is_known(manifest: Manifest, schemas: Schemas | None = None) -> bool:
-    """Whether the fields of an object are checked."""
+    """Whether a schema checks the fields of an object."""
     kinds = {
         (group, kind)
         for group, _, kind in (*_packaged().served, *(schemas.served if schemas else ()))
@@ -402,11 +402,11 @@ _MOVED = {
     ("TrainingRuntime", "kubeflow.org"),
     ("Service", "batch"),
 }
-"""Kinds and groups that they are looked for in, and are not."""
+"""Kinds, each with an API group that does not serve it but is often written."""
 
 
 def _form_rule(id: str, *, finds: str, reason: str, fix: str) -> None:
-    """Make a rule that reports the mismatches of its name."""
+    """Register a rule that reports the mismatches with its id."""
 
     @MANIFESTS.rule(id, finds=finds, reason=reason, fix=fix)
     def check(stream: Stream) -> Iterator[Violation[View]]:

@@ -1,4 +1,4 @@
-"""Rules about what pods may do: Pod Security, folders of the node, tokens."""
+"""Rules about pod permissions: Pod Security, hostPath volumes, tokens."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _PLAIN_CAPABILITIES = frozenset(
     {"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"}
     | {"NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}
 )
-"""What `baseline` lets a container keep (Pod Security Standards)."""
+"""Capabilities that `baseline` allows (Pod Security Standards)."""
 
 
 @MANIFESTS.rule(
@@ -29,7 +29,7 @@ def _levels(stream: Stream) -> Iterator[Violation[View]]:
         if level not in ("baseline", "restricted") or not pods.spec:
             continue
         refused = [(at, what, "leave it out") for at, what in _against(pods, level)]
-        # A patch adds to a runtime, which may have the rest.
+        # A patch extends a runtime, which may set the missing fields.
         lacks = _lacking(pods) if level == "restricted" and pods.kind != "TrainJob" else []
         if lacks:
             what = f"pods without {', without '.join(lacks)}"
@@ -61,7 +61,7 @@ def _against(pods: Pods, level: str) -> Iterator[tuple[View, str]]:
 
 
 def _against_baseline(pods: Pods) -> Iterator[tuple[View, str]]:
-    """Yield violations of `baseline`; folders of the node have a rule of their own."""
+    """Yield violations of `baseline`; a separate rule reports hostPath volumes."""
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pods.spec.at(key).value is True:
             yield pods.spec.at(key), f"{key}: true"
@@ -81,7 +81,7 @@ def _against_baseline(pods: Pods) -> Iterator[tuple[View, str]]:
 
 
 def _against_restricted(pods: Pods) -> Iterator[tuple[View, str]]:
-    """Yield values that are against `restricted` alone."""
+    """Yield values that violate only `restricted`."""
     for security in _contexts(pods):
         if security.at("runAsUser").value == 0:
             yield security.at("runAsUser"), "runAsUser: 0"
@@ -105,7 +105,7 @@ def _contexts(pods: Pods) -> list[View]:
 
 
 def _lacking(pods: Pods) -> list[str]:
-    """Return the fields that `restricted` requires and that are missing."""
+    """Return the missing fields that `restricted` requires."""
     pod, *own = _contexts(pods)
     seccomp = ("seccompProfile", "type")
     lacks = []

@@ -7,7 +7,7 @@ from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Manifest, Stream, View
 
 _JOBS = ("node", "dataset-initializer", "model-initializer", "launcher")
-"""Jobs of the runtimes that Trainer brings, each with a container of the same name."""
+"""Jobs of Trainer's built-in runtimes, each with a container of the same name."""
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _GROUP_NOTES = ("scheduling.k8s.io/group-name", "scheduling.volcano.sh/group-name")

@@ -13,7 +13,7 @@ from toolkit.text.manifests import Stream, View
 
 _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([a-z0-9]|-(?!-)){0,14}(?<!-)")
 _SERVICE_PORT = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_LONGEST = 15  # of a container's port
+_LONGEST = 15  # name of a container's port
 _MOST_BYTES, _MOST_APPLIED = 1_048_576, 262_144
 
 
@@ -115,7 +115,7 @@ def _port_name(view: View) -> Iterator[Violation[View]]:
 # ---- Volumes
 
 _CLAIM_POLICIES = (("volumeClaimPolicies",), ("template", "spec", "volumeClaimPolicies"))
-"""Where a JobSet, and a runtime with one inside, has claims that become volumes."""
+"""Paths of the claims that become volumes, in a JobSet and in a runtime."""
 
 
 @MANIFESTS.rule(
@@ -132,7 +132,7 @@ def _mounts(stream: Stream) -> Iterator[Violation[View]]:
                 made = claim.at("templates").items()
                 volumes |= {template.text("metadata", "name") for template in made}
         if pods.partly and pods.kind in ("TrainJob", ""):
-            continue  # the runtime, or the operator, may have it
+            continue  # the runtime or the operator may define the volume
         for one in pods.all_containers:
             for mount in one.view.at("volumeMounts").items():
                 name = mount.at("name")

@@ -1,4 +1,4 @@
-"""Rules about the head of a script, its `#SBATCH` options, and secrets in it."""
+"""Rules about a script's first lines, its `#SBATCH` options and its secrets."""
 
 import itertools
 import re
@@ -53,7 +53,7 @@ def _late(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 _TYPO = 0.8
-"""How similar an option must be to be a mistyped one (a ratio of difflib)."""
+"""Minimum similarity of a mistyped option to a known option (difflib ratio)."""
 
 
 @SCRIPTS.rule(
@@ -104,7 +104,7 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
     fix="write the value out, or give the option to sbatch on its command line",
 )
 def _variable(script: BatchScript) -> Iterator[Violation[int]]:
-    if script.rendered:  # its values stand as the job file has them
+    if script.rendered:  # its values come literally from the job file
         return
     for directive in script.directives:
         for option in directive.options:
@@ -135,14 +135,14 @@ def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
     fix="add #SBATCH --time=HH:MM:SS",
 )
 def _time(script: BatchScript) -> Iterator[Violation[int]]:
-    # A job file may leave it out; `check --server` compares that with the partition.
+    # A job file may omit the limit; `check --server` checks the limit against the partition.
     if "time" not in script.options and not script.rendered and not _submits_only(script):
         lines = [directive.line for directive in script.directives if not directive.late]
         yield Violation(lines[-1] if lines else 1, "the job names no time limit")
 
 
 def _submits_only(script: BatchScript) -> bool:
-    """Whether a script is no job itself, and submits another one."""
+    """Whether a script only submits another job."""
     submits = any(call.name == "sbatch" for call in script.walk.calls)
     return submits and not script.directives
 
@@ -202,7 +202,7 @@ def _commas(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _exports(script: BatchScript) -> list[Option]:
-    """Return every `--export`: that of sbatch first, then those of srun."""
+    """Return every `--export` option: first of sbatch, then of each srun."""
     owners = (script.options, *(step.options for step in script.walk.steps))
     return [options["export"] for options in owners if "export" in options]
 
@@ -315,7 +315,7 @@ def _printed(script: BatchScript) -> Iterator[Violation[int]]:
 
 _FILLED = "xxxxxxxx"  # hf_xxxxxxxxxxxxxxxx, a token's shape without a token
 _WRITTEN = re.compile(r"\b([A-Za-z][\w-]{0,40})[=:] ?[\"']?([^\s\"']{6,200})")
-"""What a comment gives as the value of a name."""
+"""A name with a value in a comment."""
 
 
 def _kind(value: str, name: str) -> str | None:

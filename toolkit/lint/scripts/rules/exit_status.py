@@ -1,4 +1,4 @@
-"""The rule about how a script ends: with the exit status of its training, or with another one."""
+"""The rule that a script must return the exit status of its training."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from toolkit.lint.scripts.script import BatchScript
 _HARMLESS = frozenset({":", "true", "echo", "printf", "date", "sleep", "say", "log"})
 """Commands that always succeed."""
 
-# So that the work grows with the script, no faster: a status is tested close by.
+# Limits that keep the work linear in the length of the script; a status test follows soon.
 _MOST_WORK, _MOST_AFTER = 200, 500
 
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
@@ -31,7 +31,7 @@ def _masked(script: BatchScript) -> Iterator[Violation[int]]:
         if run.step is None and not run.call.captured:
             work[id(run.call.node)] = run.call
     if not work and script.directives and script.python:
-        work[id(script.python[-1].node)] = script.python[-1]  # those above prepare it
+        work[id(script.python[-1].node)] = script.python[-1]  # the calls above prepare it
     batch = ((key, call) for key, call in work.items() if call.level == "batch")
     work = dict(islice(batch, _MOST_WORK))
     yield from _Flow(script, work).violations(script.commands, ends=True)
@@ -39,7 +39,7 @@ def _masked(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _functions(script: BatchScript) -> Iterator[Violation[int]]:
-    """Look for functions that train in the background, and a `wait` that forgets which."""
+    """Find functions that train in the background, followed only by `wait` without a process."""
     working = {step.call.function for step in script.training}
     working |= {run.call.function for run in script.walk.torchruns}
     working.discard("")
@@ -63,9 +63,9 @@ class _Flow:
         self.work = work
 
     def violations(self, commands: ast.CommandList, *, ends: bool) -> Iterator[Violation[int]]:
-        """Yield where the status of a training is lost in a list of commands.
+        """Yield a violation wherever a list of commands loses the status of a training.
 
-        `ends`: whether the status of its last command is that of the script, or is tested.
+        `ends`: whether the status of the last command is tested or becomes the script's status.
         """
         for index, item in enumerate(commands):
             after = commands[index + 1 : index + 1 + _MOST_AFTER]
@@ -105,7 +105,7 @@ class _Flow:
         ends: bool,
         errexit: bool = False,
     ) -> bool:
-        """Whether the status of a pipeline still matters after its list."""
+        """Whether the script uses the status of a pipeline after its list."""
         if item.pipelines[place].negated:
             return True
         if "||" in item.operators[place:]:
@@ -140,7 +140,7 @@ class _Flow:
         return False
 
     def _used_later(self, command: ast.SimpleCommand) -> bool:
-        """Whether a variable that holds the status is looked at again, beside being printed."""
+        """Whether a variable with the status is used again, other than to print it."""
         names = {assignment.name for assignment in command.assignments}
         for call in self.script.walk.calls:
             node = call.node
@@ -155,12 +155,12 @@ class _Flow:
         return re.search(arithmetic, source) is not None
 
     def _waited_for(self, call: Call, after: ast.CommandList) -> Iterator[Violation[int]]:
-        """Look for a `wait` whose status counts; one without a process always succeeds."""
+        """Find a `wait` that masks a failure; `wait` without a process always succeeds."""
         calls = self.script.walk.calls
-        # In the background, wait is a child that has none to wait for.
+        # In the background, wait is a child process without children.
         waits = [c for c in calls if c.name == "wait" and c.order > call.order and not c.background]
         if not waits or call.function:
-            return  # srun-without-wait reports the first
+            return  # srun-without-wait reports a missing wait
         bare = [wait for wait in waits if len(wait.arguments) == 1]
         if len(bare) == len(waits):
             yield Violation(

@@ -1,4 +1,4 @@
-"""Rules about where torchruns meet, and how many they believe to be."""
+"""Rules about the rendezvous of torchruns and the number of nodes and ranks."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _PORTS = ("MASTER_PORT", "PET_MASTER_PORT")
 
 
 def _option(script: BatchScript, run: Torchrun, *names: str) -> Option | None:
-    """Return the first of these options that the command line, or a `PET_…`, gives torchrun."""
+    """Return the first of these options from torchrun's command line or a `PET_…` variable."""
     for name in names:
         if name in run.options:
             return run.options[name]
@@ -71,19 +71,19 @@ def _port(script: BatchScript) -> Iterator[Violation[int]]:
             lines.setdefault(value.line_at(0), (value.text, None))
     ports: set[str] = set()
     for line, (port, fix) in sorted(lines.items()):
-        if port not in ports:  # a port that is assigned and written again is one fault
+        if port not in ports:  # report a port once, even if it is both assigned and written again
             yield Violation(line, f"the port {port} is the same for every job on the node", fix=fix)
         ports.add(port)
 
 
 _MEET_ALONE = ("torchrun", "accelerate launch", "deepspeed")
-"""Launchers that take a fixed port on a single node, too."""
+"""Launchers with a fixed default port, even on a single node."""
 
 _PART_OF_NODE = 4  # GPUs; nodes with fewer are rare
 
 
 def _shares_its_node(script: BatchScript, run: Torchrun) -> bool:
-    """Whether a torchrun on one node has, as far as the script shows, a part of it only."""
+    """Whether a torchrun on one node uses only a part of it, as far as the script shows."""
     _, gpus = _gpus_per_node(script)
     few = gpus is not None and 0 < gpus < _PART_OF_NODE
     return few and not script.several(run) and not run.unsure and not run.remote
@@ -106,7 +106,7 @@ def _random(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _port_of(endpoint: Argument) -> Argument | str | None:
-    """Return the port of `HOST:PORT`; "" without one, None if it is unknown."""
+    """Return the port of `HOST:PORT`; "" without a port, None if unknown."""
     written = "".join(p.text if p.known else "?" * len(p.text) for p in endpoint.pieces)
     if (at := written.rfind(":")) >= 0:
         return endpoint.cut(at + 1)
@@ -179,7 +179,7 @@ def _address(script: BatchScript) -> Iterator[Violation[int]]:
         elif call.name != "hostname":
             continue
         if not call.captured or call.on_nodes:
-            continue  # each node may have its own
+            continue  # the result may differ between nodes
         for word in words:
             if word in ("-i", "-I", "--ip-address", "--all-ip-addresses"):
                 what = f"hostname {word} may give a loopback address, or one of another network"
@@ -249,7 +249,7 @@ def _node_rank(script: BatchScript) -> Iterator[Violation[int]]:
             continue
         shell, *words = run.call.arguments
         if shell.text in ("bash", "sh") and words and not words[0].text.startswith("-"):
-            continue  # a script that is not read starts it, as ours does, and may number its node
+            continue  # an unread script starts torchrun, as ours does, and may set the node rank
         if _backend(script, run) != "static":
             continue
         rank = _option(script, run, "node-rank")
@@ -410,7 +410,7 @@ def _tasks(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.training:
         each = step.options.get("ntasks-per-node") or script.options.get("ntasks-per-node")
         number = each.number if each else None
-        # Two tasks per GPU may be meant; NCCL's ranks are as many as GPUs.
+        # Two tasks per GPU may be intended; NCCL allows one rank per GPU.
         if each and number and number > gpus and id(step) not in starts:
             what = f"--ntasks-per-node={number}, and {request} asks for {gpus} GPUs per node"
             yield Violation(each.line, what)
@@ -418,7 +418,7 @@ def _tasks(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _gpus_per_node(script: BatchScript) -> tuple[str, int | None]:
-    """Return the option that requests GPUs, and their number per node."""
+    """Return the option that requests GPUs, and the number of GPUs per node."""
 
     def last_number(text: str) -> int | None:
         return whole_number(re.sub(r"\(.*\)", "", text).rpartition(":")[2])

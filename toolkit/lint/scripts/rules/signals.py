@@ -1,4 +1,4 @@
-"""Rules about signals: the warning before the end, and the fate of the step."""
+"""Rules about signals: the warning before the time limit, and signals that end the step."""
 
 import re
 from bisect import bisect_left
@@ -10,10 +10,10 @@ from toolkit.lint.scripts.script import BatchScript
 
 _NUMBERS = {"1": "HUP", "2": "INT", "3": "QUIT", "10": "USR1", "12": "USR2", "15": "TERM"}
 _TORCHRUNS = frozenset({"TERM", "INT", "HUP", "QUIT"})
-"""What torchrun answers by shutting its workers down (`--signals-to-handle`)."""
+"""The signals on which torchrun shuts down its workers (`--signals-to-handle`)."""
 
 _NOT_SENT = frozenset({"EXIT", "0", "ERR", "DEBUG", "RETURN"})
-"""What a trap may name beside signals."""
+"""Conditions of `trap` that are not signals."""
 
 _JOBS = ("%1", "%+", "%%", "%srun")
 _SIGNAL = re.compile(r"(?:([RB]+):)?([A-Za-z0-9]+)(?:@\d+)?")
@@ -25,7 +25,7 @@ def _name(signal: str) -> str:
 
 
 def _warning(script: BatchScript) -> tuple[int, str, bool] | None:
-    """Return line and name of the signal before the end, and whether the batch shell gets it."""
+    """Return the line and name of the warning signal, and whether the batch shell receives it."""
     option = script.options.get("signal")
     if option is None or (match := _SIGNAL.fullmatch(option.text)) is None:
         return None
@@ -126,7 +126,7 @@ def _interrupted(script: BatchScript) -> Iterator[Violation[int]]:
         requeues = call.name == "scontrol" and call.words[1:2] == ["requeue"]
         ends = requeues or call.name in ("exit", "exec")
         if ends and (call.level == "handler" or call.function in names):
-            return  # a handler ends the script, or has Slurm end it
+            return  # a handler ends the script, or makes Slurm end it
     what = f"the signal of the trap in line {traps[-1].line} ends this wait, while srun still runs"
     yield Violation(waits[0].line, what)
 
@@ -150,7 +150,7 @@ def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:
                 continue
             call = script.walk.calls[background[before - 1]]
             while call.parent is not None and call.parent.background:
-                call = call.parent  # the call that the shell started
+                call = call.parent  # the call that the batch shell started
             if call.order in steps:
                 started[setting.name] = setting.call.order
     last = max(steps, default=None)
@@ -164,7 +164,7 @@ def _sigterm(script: BatchScript) -> Iterator[Violation[int]]:
         since = min((started[name] for name in trapped), default=call.order)
         between = script.walk.calls[since + 1 : call.order]
         if since < call.order and all(one.name in ("[", "[[", "test") for one in between):
-            continue  # a signal while srun was being started loses no step
+            continue  # a signal during the start of srun does not lose a step
         if trapped or direct or (jobs and steps):
             yield Violation(call.line, "this SIGTERM makes srun kill the step at once")
 

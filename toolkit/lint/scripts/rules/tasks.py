@@ -1,4 +1,4 @@
-"""Rules about srun: the number of torchruns, and the effect of one failure on the others."""
+"""Rules about srun: the number of torchruns, and the effect of a failure on other tasks."""
 
 import re
 from collections import defaultdict
@@ -12,7 +12,7 @@ from toolkit.lint.scripts.launchers import AGENTS
 from toolkit.lint.scripts.script import TOOLS, BatchScript, count
 
 EXIT_BARRIER_S = 300
-"""How long torchruns wait for each other at the end (torch, elastic agent, exit barrier)."""
+"""Timeout of the exit barrier between torchruns (torch, elastic agent)."""
 
 _NAMES_CPUS = {"cpus-per-task", "cpus-per-gpu", "exclusive", "cores-per-socket"}
 _PYTHON = re.compile(r"(\S*/)?python[0-9.]*")
@@ -20,7 +20,7 @@ _ALL_NODES = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
 _WITHOUT_CPUS = ((22, 5), (23, 2))
-"""The versions of Slurm whose srun does not inherit `--cpus-per-task` (source; 22.05 tried)."""
+"""Slurm versions in which srun does not inherit `--cpus-per-task` (source; 22.05 tested)."""
 
 
 @SCRIPTS.rule(
@@ -83,7 +83,7 @@ def _several(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _one_per_node(script: BatchScript, step: SrunStep) -> bool:
-    """Whether a step's own numbers of tasks and nodes are the same."""
+    """Whether a step has at most one task per node."""
     tasks, nodes = step.options.get("ntasks"), step.options.get("nodes")
     if (tasks is None or tasks.value is None) and nodes is None:
         tasks = script.options.get("ntasks")
@@ -93,13 +93,13 @@ def _one_per_node(script: BatchScript, step: SrunStep) -> bool:
         same = nodes is not None and nodes.value is not None and nodes.text == tasks.text
         return same or any(piece.name in _ALL_NODES for piece in tasks.value.pieces)
     most = count(nodes.text) if nodes and nodes.value else script.nodes
-    # A number of nodes that is a variable may be any.
+    # The number of nodes in an unknown variable can be any number.
     unknown = nodes is not None and nodes.number is None and most is None
     return unknown or (tasks.number is not None and tasks.number <= (most or 1))
 
 
 def _cpus_of(script: BatchScript, step: SrunStep) -> str:
-    """Return how a step gets `--cpus-per-task`; empty if it does not."""
+    """Return the source of a step's `--cpus-per-task`; empty if the step does not get it."""
     if "cpus-per-task" in step.options:
         return "--cpus-per-task"
     if script.exports("SRUN_CPUS_PER_TASK"):
@@ -111,7 +111,7 @@ def _cpus_of(script: BatchScript, step: SrunStep) -> str:
 
 
 _INHERITS_AGAIN = (23, 11)
-"""The version of Slurm from which on srun inherits `--cpus-per-task` again (source)."""
+"""The first Slurm version in which srun again inherits `--cpus-per-task` (source)."""
 
 
 @SCRIPTS.rule(
@@ -138,7 +138,7 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     starts = {id(step) for step in script.starts}
     ranks = {id(call.step) for call in script.walk.calls if _PYTHON.fullmatch(call.name)}
     if next(script.settings("MASTER_ADDR"), None) is None:
-        return  # its tasks may have nothing to do with each other
+        return  # its tasks may be independent of each other
     for step in script.training:
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
         if id(step) in ranks - starts and not handled and script.several_tasks(step):
@@ -194,7 +194,7 @@ def _overlap(script: BatchScript) -> Iterator[Violation[int]]:
 
 
 def _in_the_way(script: BatchScript, one: SrunStep, other: SrunStep) -> bool:
-    """Whether two steps need more nodes than the job has, each for itself."""
+    """Whether two steps on separate nodes need more nodes than the job has."""
     apart = {"overlap", "exact", "exclusive", "nodelist", "relative", "het-group", "exclude"}
     unsure = one.unsure or other.unsure
     if unsure or apart & (one.options.keys() | other.options.keys()):
@@ -220,7 +220,7 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.training:
         call = step.call
         if any(line > call.line for line in loops):
-            continue  # which watches it, or keeps the script alive
+            continue  # a loop below may watch the step, or keep the script alive
         if call.background and call.level == "batch" and not call.function and last <= call.order:
             yield Violation(
                 step.line,
@@ -236,7 +236,7 @@ _PREPARES = (
 
 
 def _last_work(script: BatchScript) -> int:
-    """Return the place of the last program in the foreground, which others may serve."""
+    """Return the order of the last foreground program, which background steps may serve."""
     training = {id(step) for step in script.training}
     aside = {step.call.order for step in script.walk.steps if id(step) not in training}
     return max(
@@ -259,7 +259,7 @@ def _last_work(script: BatchScript) -> int:
 )
 def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:
     for run in script.walk.torchruns:
-        # deepspeed starts the ranks of the nodes in its hostfile itself, by ssh.
+        # deepspeed itself starts the ranks on the nodes of its hostfile, by ssh.
         hosts = run.unsure or {"hostfile", "launcher"} & run.options.keys()
         itself = run.launcher.name == "deepspeed" and hosts
         if script.stranded(run) and not run.call.function and not itself:
@@ -282,7 +282,7 @@ def _unused(script: BatchScript) -> Iterator[Violation[int]]:
     for call in script.walk.calls:
         plain = re.sub(r"[0-9.]+$", "", call.name)
         if call.remote or not (plain in known or call.function or plain in script.walk.functions):
-            return  # another program may start something on the other nodes
+            return  # another program may start processes on the other nodes
     for call in script.python:
         text = " ".join(call.words)
         if re.search(r"slurm|submit|ray|dask|launch|hostfile|nodes|prepare|download", text.lower()):

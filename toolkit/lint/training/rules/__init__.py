@@ -1,1 +1,1 @@
-"""The rules for training scripts, by what they are about."""
+"""The rules for training scripts, by topic."""

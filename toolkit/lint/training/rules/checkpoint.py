@@ -36,7 +36,7 @@ def _all_write(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _returns_early(script: TrainingScript, call: Called) -> bool:
-    """Whether other ranks have left the function before: `if rank != 0: return`."""
+    """Whether other ranks leave the function before the call: `if rank != 0: return`."""
     function = script.function_of(call.node)
     return function is not None and any(
         isinstance(node, ast.If)
@@ -48,7 +48,7 @@ def _returns_early(script: TrainingScript, call: Called) -> bool:
 
 
 def _called_under_guard(script: TrainingScript, name: str) -> bool:
-    """Whether a function of the script is called by some ranks only, each time."""
+    """Whether only some ranks call a function of the script, at every call."""
     calls = [c for c in script.calls if c.last == name and not c.name.startswith("torch.")]
     return bool(calls) and all(script.rank_guard(c.node) for c in calls)
 

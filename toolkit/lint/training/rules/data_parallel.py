@@ -49,7 +49,7 @@ def _before_sharding(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _parameters_of(given: ast.expr | None) -> str:
-    """Return the name of the model whose `parameters()` an optimizer is given."""
+    """Return the name of the model that passes its `parameters()` to an optimizer."""
     if (
         isinstance(given, ast.Call)
         and isinstance(given.func, ast.Attribute)

@@ -1,4 +1,4 @@
-"""Rules about what a loss is computed of."""
+"""Rules about the inputs of a loss."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from toolkit.lint.training.rules.data_parallel import WRAPPERS
 from toolkit.lint.training.script import TrainingScript
 
 _SAME_MODEL = ("to", "cuda", "cpu", "float", "double", "train", "eval")
-"""Methods of a module that return it."""
+"""Methods of a module that return the same module."""
 
 
 @TRAINING.rule(
@@ -35,7 +35,7 @@ def _raw_outputs(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _ends_in_linear(script: TrainingScript, model: ast.expr, seen: frozenset[str]) -> bool:
-    """Whether a model, as far as the script shows it, returns the outputs of a linear layer."""
+    """Whether a model returns the outputs of a linear layer, as far as the script shows."""
     if isinstance(model, ast.Name):
         if model.id in seen:
             return True  # model = DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""Rules about the steps of an optimizer."""
+"""Rules about optimizer steps."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from toolkit.lint.training.script import Loop, TrainingScript
 
 
 def _optimizer_steps(script: TrainingScript) -> list[ast.Call]:
-    """Return the calls of `step()` of the script's optimizers and gradient scalers."""
+    """Return the `step()` calls of optimizers and gradient scalers."""
     steps = []
     for call in script.methods("step"):
         assert isinstance(call.func, ast.Attribute)
@@ -28,7 +28,7 @@ def _optimizer_steps(script: TrainingScript) -> list[ast.Call]:
 
 
 def _clears(script: TrainingScript) -> list[ast.AST]:
-    """Return where gradients are cleared: `zero_grad()`, or `grad = None`."""
+    """Return the calls and assignments that clear gradients: `zero_grad()` or `grad = None`."""
     cleared: list[ast.AST] = list(script.methods("zero_grad"))
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Assign) and any(
@@ -75,7 +75,7 @@ def _cleared_too_often(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _micro_step_test(script: TrainingScript, node: ast.AST, loop: Loop) -> str:
-    """Return the condition with a remainder, within the loop, on which a node depends."""
+    """Return a node's condition with a remainder (`%`) inside the loop; empty without one."""
     for test, _ in script.conditions_of(node):
         counts = any(isinstance(one, ast.Mod) for one in ast.walk(test.test))
         if counts and loop in script.parents(test):

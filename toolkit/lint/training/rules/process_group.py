@@ -1,4 +1,4 @@
-"""Rules about how ranks meet, what each of them does, and where."""
+"""Rules about process groups: initialization, collectives and devices."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ _COLLECTIVES = frozenset(
     }
 )
 _GROUP_AT = {"barrier": 0, "monitored_barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2}
-"""At which place the group of a collective may be given without its name."""
+"""Position of the `group` argument of a collective."""
 
 _GROUP = re.compile(r"torch\.distributed\.\w+$")
 
@@ -41,12 +41,12 @@ def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
             continue
         group = call.argument("group", _GROUP_AT.get(call.last))
         if group is not None or call.last == "new_group":
-            continue  # of the ranks that come here, perhaps
+            continue  # the group may contain only the ranks that call it
         yield Violation(call.node.lineno, f"only some ranks call {call.last}() here")
 
 
 def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
-    """Whether the other branch calls the same collective; or this one ends the process."""
+    """Whether both branches of the condition call the same collective."""
     bodies = [
         {id(node) for statement in body for node in ast.walk(statement)}
         for body in (guard.body, guard.orelse)

@@ -1,4 +1,4 @@
-"""Rules about which samples a rank gets."""
+"""Rules about the samples of each rank."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ _ALONE = (
     *("RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler"),
     "BatchSampler",
 )
-"""torch's samplers that know of no ranks."""
+"""torch samplers that do not divide the samples between ranks."""
 
 _NOT_TRAINING = re.compile(r"(?:^|_)(?:val|valid|validation|test|eval|evaluation|dev)(?:_|$)", re.I)
 
@@ -82,7 +82,7 @@ def _before_group(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _name_of(script: TrainingScript, call: Called) -> str:
-    """Return the name that the result of a call is given; empty if it has none."""
+    """Return the name to which a call's result is assigned; empty without a name."""
     for parent in script.parents(call.node):
         if isinstance(parent, ast.Assign):
             return ast.unparse(parent.targets[0])
@@ -98,7 +98,7 @@ def _name_of(script: TrainingScript, call: Called) -> str:
 
 
 def _is_divided(script: TrainingScript, dataset: ast.expr | None) -> bool:
-    """Whether a data set may divide itself: an iterable one, or one that is given the rank."""
+    """Whether a data set may divide itself: it is iterable or receives the rank."""
     values = script.values_of(dataset.id) if isinstance(dataset, ast.Name) else [dataset]
     for value in values:
         if not isinstance(value, ast.Call):

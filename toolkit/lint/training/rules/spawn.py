@@ -1,4 +1,4 @@
-"""Rules about what is handed to processes that torch.multiprocessing starts."""
+"""Rules about the arguments of processes that torch.multiprocessing starts."""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _OPTIMIZERS = (
 
 
 def _handed_over(script: TrainingScript) -> Iterator[tuple[Called, ast.expr]]:
-    """Yield what the script hands to the processes that it starts, with the call."""
+    """Yield each argument that the script passes to a new process, with the call."""
     for call in script.calls:
         if call.last in ("spawn", "start_processes", "Process") and "multiprocessing" in call.name:
             args = call.argument("args", 1)
@@ -75,7 +75,7 @@ def _nothing(script: TrainingScript) -> Iterator[Violation[int]]:
 
 
 def _is_looked_at(script: TrainingScript, count: ast.expr) -> bool:
-    """Whether a condition or an assertion asks for the number, or for a GPU."""
+    """Whether a condition or an assertion tests the number of GPUs, or for a GPU."""
     text = ast.unparse(count)
     for node in ast.walk(script.tree):
         if isinstance(node, ast.If | ast.Assert | ast.IfExp | ast.While):

@@ -1,4 +1,4 @@
-"""Rules about the signal that stops a training."""
+"""Rules about the signal that stops training."""
 
 import ast
 from collections.abc import Iterator
