@@ -302,6 +302,40 @@ def test_a_rank_that_would_differ_starts_by_itself(
     assert reason in err
 
 
+LAUNCH = """
+import os, subprocess, sys
+own = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+rank = subprocess.run([sys.executable, "-u", "rank.py"], env={**os.environ, **own})
+sys.exit(rank.returncode)
+"""
+
+
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C.UTF-8"}, {"LANG": "C"}], ids=str)
+def test_a_rank_is_forked_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
+    start = write_watchdog(
+        str(tmp_path / "watchdog"), watches=False, reads_steps=False, children=True, warm=True
+    )
+    (tmp_path / "torchrun.py").write_text(LAUNCH)
+    (tmp_path / "rank.py").write_text(
+        "import os\nprint(open(f'/proc/{os.getppid()}/cmdline').read())"
+    )
+    kept = ("HOME", "TMPDIR", "LD_LIBRARY_PATH")
+    environ = {name: os.environ[name] for name in kept if name in os.environ}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", start, "never", sys.executable, "torchrun.py", "--nproc-per-node=1", "rank.py"],
+        env={**environ, **locale},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0
+    assert COLD not in done.stderr
+    assert "fork_server" in done.stdout
+
+
 IMPOSTOR = """
 import os, socket, sys
 os.setuid(65534)

@@ -211,8 +211,9 @@ def is_there(pid: int) -> bool:
 
 def refusal(request: Request) -> str:
     """Return why a forked rank would differ from a cold one; empty if it would not."""
-    if request.interpreter != interpreter():
-        return f"it has another Python or other options: {request.interpreter}"
+    for what, own in interpreter().items():
+        if (theirs := request.interpreter[what]) != own:
+            return f"its {what} is {theirs}, and {own} in the fork server"
     differing = sorted(
         name
         for name in {*request.environ, *STARTED_WITH}

@@ -41,7 +41,7 @@ class Request:
     def __init__(self, said: dict[str, Any], fds: list[int]) -> None:
         self.arguments: list[str] = said["arguments"]
         self.environ: dict[str, str] = said["environ"]
-        self.interpreter: str = said["interpreter"]
+        self.interpreter: dict[str, str] = said["interpreter"]
         self.folder: str = said["folder"]
         self.path: list[str] = said["path"]
         self.umask: int = said["umask"]
@@ -53,19 +53,17 @@ class Request:
         """Write end of the pipe for the report of its imports."""
 
 
-def interpreter() -> str:
-    """Return the Python, its options and its CPUs, which must be the same in rank and server."""
-    return repr(
-        (
-            sys.version,
-            os.path.realpath(sys.executable),
-            sys.prefix,
-            tuple(sys.flags),
-            sys._xoptions,
-            sys.warnoptions,
-            sorted(os.sched_getaffinity(0)),
-        )
-    )
+def interpreter() -> dict[str, str]:
+    """Return the Python, its options and its CPUs, which rank and server must have in common."""
+    return {
+        "version of Python": sys.version,
+        "Python": os.path.realpath(sys.executable),
+        "environment": sys.prefix,
+        "flags of Python": str(sys.flags),
+        "options -X": str(sys._xoptions),
+        "options -W": str(sys.warnoptions),
+        "CPUs": str(sorted(os.sched_getaffinity(0))),
+    }
 
 
 def arguments() -> list[str] | None:

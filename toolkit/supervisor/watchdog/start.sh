@@ -13,7 +13,10 @@ export PYTHONPATH="$_here/site${PYTHONPATH:+:$PYTHONPATH}"
 if [ -f "$_here/site/fork_server.py" ] && read -r _server </proc/sys/kernel/random/uuid; then
   case " $* " in *" --nproc-per-node=1 "*) ;; *) export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} ;; esac # as torchrun does
   # In a subshell, so that it is no child of torchrun, whose children are ranks.
-  (TRAIN_IS_FORK_SERVER=1 python3 -u "$_here/site/fork_server.py" "$_server" $$ "$@" </dev/null &)
+  # From Python, as torchrun starts ranks: in the C locale, Python sets LC_CTYPE for what it starts.
+  (python3 -c 'import os, sys
+os.environ["TRAIN_IS_FORK_SERVER"] = "1"
+os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])' "$_here/site/fork_server.py" "$_server" $$ "$@" </dev/null &)
   export TRAIN_FORK_SERVER="$_server"
 fi
 exec "$@"
