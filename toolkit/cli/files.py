@@ -212,7 +212,7 @@ def _check_many(
 
 
 def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
-    """Return a line that names the kinds whose fields are not checked, or no line."""
+    """Return a note on object kinds without a schema, or nothing."""
     from toolkit.checks import unchecked_kinds
 
     kinds = sorted({kind for file in files for kind in unchecked_kinds(file, schemas=schemas)})

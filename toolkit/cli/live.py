@@ -1,7 +1,7 @@
-"""What rich draws at a terminal: runs with bars, colours and a table; operations as a line.
+"""Output of rich at a terminal: tables of runs with bars and colours, and progress lines.
 
-Texts of runs and schedulers become `Text`, whose markup rich leaves alone; control characters in
-them are escaped.
+Texts of runs and schedulers become `Text` objects, in which rich interprets no markup. Control
+characters are escaped.
 """
 
 import os
@@ -116,7 +116,7 @@ def _exit(number: int, _: object) -> NoReturn:
 
 
 class LiveLine:
-    """A line on stderr about an operation that goes on: spinner, bar, text; it goes away."""
+    """A progress line on stderr with spinner, bar and text, which disappears at the end."""
 
     def __init__(self, what: str) -> None:
         style = _STYLES[RunState.RUNNING]
@@ -147,7 +147,7 @@ class LiveLine:
 
 
 class _Table:
-    """A table of runs, or of the points of a sweep: name, state, progress or reason."""
+    """A table of runs or sweep points: name, state, progress or reason."""
 
     def __init__(
         self, cells: Sequence[tuple[str, RunState, Progress | None, str]], title: str = "RUN"

@@ -40,7 +40,7 @@ _MODULES = {
 
 
 class _Commands(click.Group):
-    """Commands whose modules are imported when they are used."""
+    """A group that imports the module of a command at its first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -185,7 +185,7 @@ codecs.register_error(_AS_GIVEN, _as_given)
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is one message and an exit status."""
+    """Run the command line; errors of the user end with one message and an exit status."""
     # Scripts and manifests are UTF-8 in every locale.
     for stream, errors in ((sys.stdout, _AS_GIVEN), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):

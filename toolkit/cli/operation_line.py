@@ -29,7 +29,7 @@ class Operations:
 
     @contextlib.contextmanager
     def view(self, what: str) -> Iterator[long_operation.Report]:
-        """Show an operation while it goes on."""
+        """Show an operation while it runs."""
         what = control.printable(what)
         if not self._draws:
             if what not in self._noted:

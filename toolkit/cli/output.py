@@ -92,7 +92,7 @@ def echo_json(value: object) -> None:
 
 
 def _finite(value: object) -> object:
-    """Return a value with null in place of numbers that JSON does not know."""
+    """Return a value with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -101,7 +101,7 @@ def _finite(value: object) -> object:
 
 
 def write(text: str) -> None:
-    """Print a text that is a program's input, such as a script: exactly, but for a terminal."""
+    """Print the input of another program, such as a script; escape it only for a terminal."""
     if sys.stdout.isatty():
         from toolkit.text.control import printable
 

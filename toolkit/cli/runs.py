@@ -339,7 +339,7 @@ def forward(
     from toolkit.runs.views.forward import forward
 
     runs = [toolkit.open_run(name, trust=trust) for name in names]
-    # Who follows a run for hours is not told each time that its new records are fetched.
+    # Show the progress of a single upload only: following a run may take hours.
     with operation_line.shown() if once else contextlib.nullcontext():
         passed = forward(runs, tracker, target, follow=not once)
     for name, (records, place) in passed.items():

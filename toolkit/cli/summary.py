@@ -1,6 +1,6 @@
 """The rows of `toolkit list`, the content of `toolkit status` and `goodput`.
 
-They stand apart from the commands, whose modules `toolkit --help` imports.
+A module apart from the commands, since `toolkit --help` imports their modules.
 """
 
 import os

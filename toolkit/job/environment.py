@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from toolkit.job.types import RESERVED_NAMES
 
 _OF_CLUSTER = re.compile("SLURM_(CONF|CONF_SERVER|JWT|SACK_KEY|SACK_JWKS|HOME|ROOT|DIR|PREFIX)")
-"""Where the cluster and its programs are, and how they know the user: no part of a job."""
+"""Location of the cluster and its programs, and the user's identity: not part of a job."""
 
 _OF_JOB = re.compile(
     "(SLURM|SLURMD|SRUN)_.*"
-    # What sbatch would read instead of the script's options, and no choice of account or nodes.
+    # Variables that override the script's options in sbatch; not those for account or nodes.
     "|SBATCH_((CPU|MEM|GPU|TRES)_BIND.*|MEM_PER_.*|CPUS_PER_.*|NTASKS.*|GPUS.*|GPU_FREQ|GRES"
     "|TRES_PER_TASK|DISTRIBUTION|HINT|CORE_SPEC|THREAD_SPEC|THREADS_PER_CORE|OVERCOMMIT|NO_KILL"
     "|ARRAY_INX|EXPORT|GET_USER_ENV|OPEN_MODE|SIGNAL|WAIT)"
-    # What people set for their own listings would hide jobs.
+    # Settings for a user's own listings would hide jobs.
     "|(SQUEUE|SACCT|SINFO|SCANCEL|SCONTROL)_.*"
 )
 

@@ -176,7 +176,7 @@ def _with_numbers_as_text(document: Document) -> dict[str, Any]:
 
 
 def refuse_newer(document: Document, error_type: type[InputError]) -> None:
-    """Make sure that the document's format is not a newer one, whose other keys mean anything.
+    """Refuse a document of a newer format: its other keys may have any meaning.
 
     Raises:
         InputError: of `error_type`, with the version as the only problem.

@@ -76,7 +76,7 @@ DECIDED = {
     "tres-per-task": "set 'resources'",
     "wrap": "the job runs the rendered script; set module, script or command",
 }
-"""Options that follow from other keys, each with the way out."""
+"""Options that follow from other keys, each with its fix."""
 
 ALLOWED = FLAGS | OPTIONAL | VALUED
 

@@ -103,7 +103,7 @@ RESERVED_NAMES = re.compile(
 RUN_VALUE = re.compile(
     r"(?<!\$)\$(?:(TRAIN_RUN_DIR|TRAIN_ATTEMPT)(?![A-Za-z0-9_])|\{(TRAIN_RUN_DIR|TRAIN_ATTEMPT)\})"
 )
-"""What an argument of a job may name that is known only when the job runs."""
+"""Variables in a job's arguments that are known only when the job runs."""
 
 
 class ArgumentWord(str):
@@ -123,7 +123,7 @@ class ArgumentWord(str):
 
 
 IN_RUN_DIR = "$TRAIN_RUN_DIR/"
-"""The prefix of a script in the run directory, whose path is known only when the job runs."""
+"""The prefix of a script in the run directory; the path is known only when the job runs."""
 
 
 class _Quantity:

@@ -48,7 +48,7 @@ STARTS_AGAIN = "starts again"
 """The reason of a run between two starts, if nothing else is known."""
 
 _OUT_OF_TIME = ("DeadlineExceeded", "active longer than specified deadline")
-"""How a reason or message reports an exceeded deadline; the Training Operator has no reason."""
+"""Texts that report an exceeded deadline: a reason, and the Training Operator's message."""
 
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """The label of objects with a LocalQueue."""

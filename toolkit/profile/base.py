@@ -1,4 +1,4 @@
-"""What all profiles share: their settings, this machine's profile, and how a file is read."""
+"""Settings of all profiles, the profile of this machine, and the reader of profile files."""
 
 import importlib
 import re

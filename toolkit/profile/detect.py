@@ -310,7 +310,7 @@ def _namespace(ask: Ask, context: Context) -> Namespace | None:
     groups = {str(group.get("name")) for group in get("--raw", "/apis").get("groups") or ()}
     if not groups:
         return None
-    # Other operators have this group, too.
+    # Other operators also have this group.
     served = get("--raw", "/apis/kubeflow.org/v1") if "kubeflow.org" in groups else {}
     names = {
         "PyTorchJob": any(r.get("name") == "pytorchjobs" for r in served.get("resources") or ()),

@@ -254,8 +254,8 @@ class PodStart(PodFolder):
             environ["PET_RDZV_CONF"] = (
                 f"is_host={int(self.is_host)},join_timeout={options.join_timeout_s},read_timeout=30"
             )
-            # torchrun waits for a pod that is lost between joining and starting its ranks. This
-            # variable limits the wait for its address to 30 s, and skips the wait for its size.
+            # torchrun waits for a pod that is lost between joining and starting its ranks: 30 s for
+            # its address (read_timeout). This variable skips the wait for its size.
             environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
         if self.meets_others:
             address = self._meeting_address()

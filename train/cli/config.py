@@ -285,7 +285,7 @@ class ConfigField:
     name: str
     """In Python and in the configuration file."""
     section: str
-    """Title of the section that it stands in."""
+    """Title of its section in the help."""
     kind: type
     """`bool`, `int`, `float`, `str` or `Path`, whether or not it may be None."""
     choices: tuple[str, ...]
