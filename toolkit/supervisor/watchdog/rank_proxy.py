@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-BEGIN_S, PATIENCE_S = 2.0, 300.0
+BEGIN_S, PATIENCE_S = 5.0, 300.0
 """Time limits for the server to listen, and to answer after its imports."""
 
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
