@@ -73,28 +73,30 @@ def test_a_cancelled_run_here_has_its_checkpoint(
 
 @pytest.mark.slurm
 @pytest.mark.parametrize(
-    ("how", "retries"),
+    ("how", "retries", "start"),
     [
-        ("toolkit cancel", {}),
+        ("toolkit cancel", {}, "cold"),
+        ("scancel", {}, "warm"),  # Slurm signals the fork server, too
         *(
-            pytest.param(how, retries, marks=pytest.mark.slow)
-            for how, retries in (
-                ("scancel", {}),
-                ("time limit", {}),
-                ("toolkit cancel", {"requeue": 1}),
-                ("scancel", {"requeue": 1}),
-                ("time limit", {"requeue": 1}),
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("scancel", {}, "cold"),
+                ("time limit", {}, "cold"),
+                ("time limit", {}, "warm"),
+                ("toolkit cancel", {"requeue": 1}, "cold"),
+                ("scancel", {"requeue": 1}, "cold"),
+                ("time limit", {"requeue": 1}, "cold"),
             )
         ),
     ],
 )
 def test_a_job_of_slurm_that_is_stopped_has_its_checkpoint(
-    how: str, retries: dict[str, int], cluster: Cluster, site: Site, until: Until
+    how: str, retries: dict[str, int], start: str, cluster: Cluster, site: Site, until: Until
 ) -> None:
     # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
     timed = {"stop": {"grace": "3m"}, "time_limit": "10m"}
     more: dict[str, Any] = timed if how == "time limit" else {}
-    loaded = job("fork", retries=retries, **more)
+    loaded = job("fork", retries=retries, start=start, **more)
     run = site.launcher.submit(toolkit.plan(loaded, site.profile))
     until(lambda: is_training(run), "both ranks train")
     if how == "toolkit cancel":

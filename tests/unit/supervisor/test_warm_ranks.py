@@ -242,6 +242,7 @@ time.sleep(1e4)
     process = site.rank(script)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    site.parent.send_signal(signal.SIGTERM)  # Slurm sends it to every process of a step
     os.killpg(process.pid, signal.SIGTERM)
     assert process.communicate(timeout=PATIENCE_S)[0] == "whole\n"
     assert process.returncode == 7
@@ -408,10 +409,12 @@ def test_a_parent_that_an_import_has_spoilt_forks_no_rank(
 
 def test_the_next_start_has_what_a_rank_has_imported(site: Site) -> None:
     script = """
-import sys, time
+import os, sys, time
 print("wave" in sys.modules, flush=True)
 import wave
-time.sleep(1e4 if len(sys.argv) > 1 else 0)
+if len(sys.argv) > 1:
+    os.fork()  # as a worker of a DataLoader, which has the rank's files open
+    time.sleep(1e4)
 """
     first = site.rank(script, "stay")
     assert first.stdout is not None

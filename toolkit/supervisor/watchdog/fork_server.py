@@ -36,7 +36,11 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rank_proxy import PER_RANK, Request, interpreter, is_own, receive, send
+from rank_proxy import PASSED_ON, PER_RANK, Request, interpreter, is_own, receive, send
+
+# Slurm and a terminal signal every process of a job. The server ends with torchrun, after its
+# ranks have saved. A rank receives what was sent to it once become() unblocks the signals.
+signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in PASSED_ON])
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -56,6 +60,9 @@ LOOK_S = 0.5
 
 STABLE_S, STABLE_AFTER = 1.0, 5
 """Rank 0 reports its imports when as many looks in a row, this far apart, have found no new one."""
+
+END = b"\0"
+"""Last byte of a report: forked workers of the rank also keep the pipe open."""
 
 YIELD_S = 0.02
 """Time that a rank leaves the GIL to its threads before it exits."""
@@ -172,19 +179,20 @@ class Server:
     def _read(self, told: int) -> None:
         """Read a rank's report of its imports; import the same when the report is complete."""
         part = os.read(told, 65536)
-        if part:
-            self._imported[told].append(part)
+        self._imported[told].append(part)
+        if part and not part.endswith(END):  # not its last byte, nor has the rank exited
             return
-        names = b"".join(self._imported.pop(told)).decode().split()
+        report = b"".join(self._imported.pop(told))
         os.close(told)
-        self.load(names)
+        if report.endswith(END):
+            self.load(report[: -len(END)].decode().split())
 
     def _kill(self, connection: socket.socket) -> None:
         for pid, other in self._ranks.items():
             if other is connection:
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, signal.SIGKILL)
-                    os.kill(pid, signal.SIGKILL)
+                for kill in (os.killpg, os.kill):  # it may not lead its group yet
+                    with contextlib.suppress(OSError):
+                        kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for pid in [*self._ranks]:
@@ -313,7 +321,7 @@ def tell_imports(fd: int, known: set[str]) -> None:
         for name, module in [*sys.modules.items()]
         if name not in known and is_installed(getattr(module, "__spec__", None))
     ]
-    content = "\n".join(names).encode()
+    content = "\n".join(names).encode() + END
     with contextlib.suppress(OSError):
         while content:
             content = content[os.write(fd, content) :]
