@@ -67,6 +67,7 @@ def test_ranks_are_found_below_torchrun_with_the_processes_that_they_start() -> 
     assert peak_kb(torchrun.pid) == 0
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who makes PID namespaces")
 def test_a_proxy_in_a_container_leads_to_its_rank(until: Until) -> None:
     """It knows the pid of its rank in the container's PID namespace."""
     script = "env -u RANK sleep 1d & printf for-$! >/proc/self/comm; wait"

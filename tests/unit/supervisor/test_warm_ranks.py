@@ -349,6 +349,7 @@ print(repr(connection.recv(1000)), flush=True)
 """
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who becomes another user")
 def test_another_user_at_the_address_is_told_nothing(site: Site) -> None:
     address = str(uuid.uuid4())
     argv = [sys.executable, "-c", IMPOSTOR, address]
@@ -368,6 +369,8 @@ def test_another_user_at_the_address_is_told_nothing(site: Site) -> None:
 @pytest.fixture
 def device(worker_id: str) -> Iterator[str]:
     """A file where NVIDIA's driver has its devices."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, who may write into /dev")
     path = Path(f"/dev/nvidia-{worker_id}-{os.getpid()}")
     path.touch()
     yield str(path)
