@@ -27,6 +27,10 @@ case "$*" in
 esac
 """
 
+_SQUEUE = """#!/bin/sh
+printf '==7.%s==\\n' batch $(cat "$STATE/steps")
+"""
+
 _SCANCEL = """#!/bin/sh
 echo "scancel $*" >>"$CALLS"
 if [ -e "$STATE/scancel" ]; then . "$STATE/scancel"; fi
@@ -66,10 +70,17 @@ class Role:
             "restarts": "0\n",
             "down": "",
             "held": "",
+            "steps": "",
         }.items():
             (self.state / name).write_text(text)
-        programs = {"scontrol": _SCONTROL, "sinfo": _SINFO, "scancel": _SCANCEL, "srun": _SRUN}
-        programs["getent"] = "#!/bin/sh\nexit 0\n"
+        programs = {
+            "scontrol": _SCONTROL,
+            "sinfo": _SINFO,
+            "squeue": _SQUEUE,
+            "scancel": _SCANCEL,
+            "srun": _SRUN,
+            "getent": "#!/bin/sh\nexit 0\n",
+        }
         for name, text in programs.items():
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)

@@ -58,6 +58,9 @@ MOST_EMPTY_STEPS = 20
 REQUEUE_S, REQUEUE_PAUSE_S = 600, 5
 """How long to retry the requeue if the controller does not answer."""
 
+RELEASE_S, RELEASE_PAUSE_S = 15, 1
+"""How long Slurm may list the step of an attempt that has ended, before the job is requeued."""
+
 FAILED = "lost: the supervisor failed: "
 """Prefix of a reason that reports a bug in this program."""
 
@@ -640,8 +643,9 @@ class Batch(JobEvidence):
     def _may_stay(self, verdict: Verdict) -> bool:
         """Whether another attempt may begin on the same nodes, without a wait in the queue.
 
-        It may if all nodes have ended their tasks and are up, and no node failed first in two
-        attempts. After two failures without a new step, other nodes or a later start may help.
+        It may if all nodes have ended their tasks and are up, Slurm has released the step's
+        resources, and no node failed first in two attempts. After two failures without a new step,
+        other nodes or a later start may help.
         """
         if self.start.after is not None and self.idle:
             return False
@@ -657,7 +661,24 @@ class Batch(JobEvidence):
             job.state == "RUNNING"
             and (job.restarts or 0) <= self.restarts
             and self.slurm.all_usable(self.nodes.names)
+            and self._step_is_released()
         )
+
+    def _step_is_released(self) -> bool:
+        """Wait until Slurm lists the step no longer; return whether that was soon.
+
+        A controller that was unreachable may have missed the end of a step. The next srun would
+        wait for this step's resources, perhaps until the job's time limit.
+        """
+        step = self.marks.step()
+        until_s = time.monotonic() + RELEASE_S
+        while not self._is_stopped():
+            if self.slurm.step_is_released(step):
+                return True
+            if time.monotonic() >= until_s:
+                break
+            self._pause(RELEASE_PAUSE_S)
+        return False
 
     def _limits(self) -> Limits:
         limits = self.policy.limits

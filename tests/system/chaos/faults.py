@@ -238,10 +238,15 @@ def scancel(scene: Scene) -> bool:
 
 def preempt(scene: Scene) -> bool:
     """Submit an urgent job that needs all nodes."""
-    urgent = scene.slurm.cluster.slurm(
+    argv = (
         *("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive"),
         *("--output=/dev/null", "--wrap=sleep 1"),
-    ).strip()
+    )
+    try:
+        urgent = scene.slurm.cluster.slurm(*argv).strip()
+    except AssertionError:  # an earlier fault has the controller away
+        scene.arena.heal()
+        urgent = scene.slurm.cluster.slurm(*argv).strip()
     scene.arena.undo_later(lambda: scene.slurm.slurm("scancel", urgent))
     return True
 

@@ -56,6 +56,8 @@ def test_a_failed_attempt_is_followed_by_another_one_on_the_same_nodes(role: Rol
         ("printf '==n1 alloc==\\n==n2 mix*==\\n' >\"$STATE/held\"", "does not answer"),
         ("printf '==n1 alloc==\\n' >\"$STATE/held\"", "Slurm does not name one"),
         ('rm "$logs/ended-1"', "a node has not come to its end"),
+        ("echo extern 3 >$STATE/steps", "the controller has missed the end of the step"),
+        ("echo >$STATE/../bin/squeue", "the controller does not list the steps"),
         ('printf "n1\\nn1\\n" >"$logs/failing_node"', "two attempts have failed first on one"),
     ],
 )
@@ -68,6 +70,21 @@ def test_a_job_that_may_need_other_nodes_is_queued_again(
     assert role.text("reason").startswith("retryable: ")
     assert "; queued again" in role.text("reason")
     assert role.asked("scontrol requeue") == ["scontrol requeue 7"]
+
+
+def test_the_next_attempt_waits_until_the_controller_has_noted_the_end_of_the_step(
+    role: Role,
+) -> None:
+    """An srun that starts earlier would wait for this step's resources."""
+    asks = """echo asked >>"$CALLS"
+[ -e "$STATE/ended" ] || { touch "$STATE/ended"; echo ==7.3==; }
+"""
+    squeue = role.folder / "bin/squeue"
+    squeue.write_text(squeue.read_text() + asks)
+    assert role.run() == 0
+    assert role.text("reason") == f"retryable: exit status 1; {STAYS}"
+    calls = [call.split()[0] for call in role.asked("srun", "asked")]
+    assert calls == ["srun", "asked", "asked", "srun"]
 
 
 def test_a_job_whose_supervisor_was_removed_is_queued_again_and_unpacks_it(

@@ -173,6 +173,12 @@ class Slurm:
         """End a step with SIGTERM, and with SIGKILL after Slurm's KillWait."""
         self._ask("scancel", f"{self.job}.{step}")
 
+    def step_is_released(self, step: str) -> bool:
+        """Whether the controller has noted the end of a step, so that its resources are free."""
+        argv = ("squeue", "-h", "--steps", "-j", self.job, "-o", "==%i==")
+        listed = re.findall(r"==[^=\n]+\.([^=\n]+)==", self._ask(*argv).text)
+        return "batch" in listed and step not in listed  # this script's step is always listed
+
     def empty_step(self) -> Optional[int]:
         """Run an empty step; return its number, if known."""
         argv = ("srun", "--export=ALL", "--nodes=1", "--ntasks=1", "env")
