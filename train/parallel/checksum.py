@@ -2,11 +2,14 @@
 
 A checksum is a wrapping sum over 64-bit words of memory, each multiplied by an odd factor for its
 position: any changed bits of one element change the checksum, and so does another order. Each large
-tensor takes one pass at memory speed. Small tensors, for which a call costs more than the pass, are
-copied together.
+tensor takes one pass at memory speed. Small tensors, for which a call of torch costs more than the
+pass, are copied together. For small tensors in host memory, `Summands` uses CRC-32 instead, which
+needs no copy.
 """
 
+import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +24,6 @@ FACTORS = 2**12
 ODD = 0x1E3779B97F4A7C15
 SMALL_BYTES = 2**17
 """Largest tensor that is faster to copy than to sum up in a separate call."""
-DOT_BYTES = 2**20
-"""Largest copy on a CPU with a different factor for each word: one call sums it up."""
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -41,11 +42,21 @@ def checksums(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 class Summands:
     """Computes a joint checksum of the same tensors repeatedly."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_crc: bool = True) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            by_crc: whether to use CRC-32 for small tensors in host memory.
+        """
+        self._by_crc = by_crc
         self._addresses: list[int] | None = None
         self._flats: list[Tensor] = []
         # Tensors that need a copy, as their elements are not contiguous or not aligned.
         self._scattered: list[int] = []
+        # Small tensors in host memory as arrays of bytes, and their CRCs; small tensors of devices;
+        # checksums of large tensors.
+        self._arrays: dict[int, Any] = {}
+        self._crcs: list[int] = []
         self._copies: list[_Copy] = []
         self._large: dict[int, int] = {}
 
@@ -60,7 +71,10 @@ class Summands:
             self._addresses = addresses
         for number in self._scattered:
             self._flats[number] = _flat(owns[number])
-        total = 0
+            if number in self._arrays:
+                self._arrays[number] = self._flats[number].numpy()
+        self._crcs = [zlib.crc32(array) for array in self._arrays.values()]
+        total = hash(tuple(self._crcs))  # the same in each process: hashes of numbers have no seed
         for copy in self._copies:
             torch.cat([self._flats[n] for n in copy.numbers], out=copy.used)
             total += int(copy.sum())
@@ -72,8 +86,8 @@ class Summands:
         return total % 2**64
 
     def each(self) -> list[int]:
-        """Return the checksum of each tensor at the time of the last `sum()`."""
-        found = dict(self._large)
+        """Return a checksum of each tensor at the time of the last `sum()`."""
+        found = dict(self._large) | dict(zip(self._arrays, self._crcs, strict=True))
         for copy in self._copies:
             parts = torch.split(copy.used, [self._flats[n].numel() for n in copy.numbers])
             found |= zip(copy.numbers, checksums(parts, copy.used.device).tolist(), strict=True)
@@ -84,12 +98,17 @@ class Summands:
         self._flats = [_flat(own) for own in owns]
         pairs = list(zip(owns, self._flats, strict=True))
         self._scattered = [n for n, (a, b) in enumerate(pairs) if a.data_ptr() != b.data_ptr()]
-        self._large = {n: 0 for n, (_, b) in enumerate(pairs) if b.numel() > SMALL_BYTES}
+        self._large, self._arrays = {}, {}
         together: dict[torch.device, list[int]] = {}
         # With larger elements first, no element crosses a word boundary.
         for number in sorted(range(len(pairs)), key=lambda n: -owns[n].itemsize):
-            if number not in self._large:
-                together.setdefault(owns[number].device, []).append(number)
+            flat = self._flats[number]
+            if flat.numel() > SMALL_BYTES:
+                self._large[number] = 0
+            elif self._by_crc and flat.device.type == "cpu":
+                self._arrays[number] = flat.numpy()
+            else:
+                together.setdefault(flat.device, []).append(number)
         self._copies = [
             _Copy(numbers, sum(self._flats[number].numel() for number in numbers), at)
             for at, numbers in together.items()
@@ -102,19 +121,16 @@ class _Copy:
     def __init__(self, numbers: list[int], size: int, device: torch.device) -> None:
         self.numbers = numbers
         """Numbers of the tensors."""
-        self._at_once = size <= DOT_BYTES and device.type == "cpu"
         # Whole rows need the fewest calls.
-        unit = WORD if self._at_once or size < WORD * FACTORS else WORD * FACTORS
+        unit = WORD if size < WORD * FACTORS else WORD * FACTORS
         whole = torch.zeros(-(-size // unit) * unit, dtype=torch.uint8, device=device)
         self.used = whole[:size]
         """The part of the buffer with tensors."""
         self._words = whole.view(torch.int64)
-        self._factors = _factors(device, self._words.numel() if self._at_once else FACTORS)
+        self._factors = _factors(device)
 
     def sum(self) -> Tensor:
         """Sum up the buffer. Scalar, int64."""
-        if self._at_once:
-            return torch.dot(self._words, self._factors)
         return _sum_words(self._words, self._factors)
 
 
@@ -157,8 +173,8 @@ def _sum_words(words: Tensor, factors: Tensor) -> Tensor:
     )
 
 
-def _factors(device: torch.device, count: int = FACTORS) -> Tensor:
-    """Return odd factors without a pattern. Shape [count], int64."""
-    places = torch.arange(1, count + 1, device=device) * ODD
+def _factors(device: torch.device) -> Tensor:
+    """Return odd factors without a pattern. Shape [FACTORS], int64."""
+    places = torch.arange(1, FACTORS + 1, device=device) * ODD
     places = (places ^ places >> 29) * ODD
     return places ^ places >> 32 | 1
