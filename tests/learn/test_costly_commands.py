@@ -15,7 +15,7 @@ PAIR = re.compile(
     r"^```bash\n(python -m train[^\n]*)\n```\n\n(?:The last lines:\n\n)?```text\n(.*?)^```$",
     re.M | re.S,
 )
-PAGES = ("collectives", "eight-gpus", "several-devices")
+PAGES = ("collectives", "eight-gpus", "fsdp", "pipelines")
 COMMANDS = [(name, *pair) for name in PAGES for pair in PAIR.findall(pages()[name].text)]
 
 
@@ -39,5 +39,6 @@ def test_pages_show_costly_commands() -> None:
     assert [page for page, _, _ in COMMANDS] == [
         "collectives",
         *["eight-gpus"] * 2,
-        *["several-devices"] * 3,
+        *["fsdp"] * 2,
+        "pipelines",
     ]

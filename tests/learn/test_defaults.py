@@ -80,7 +80,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         {
             "learn/first-script": 'by default 10 minutes with `"nccl"`, and 30 with every other',
             "learn/traps": 'by default 10 minutes with the backend `"nccl"`, and 30 minutes with',
-            "learn/collectives": 'by default 10 minutes with the backend `"nccl"`, 30 with every',
+            "learn/mismatched-collectives": '10 minutes with the backend `"nccl"`, 30 with every',
             "learn/data": "until the timeout, 10 or 30 minutes by default",
             "reference/rules": "by default 10 minutes with the backend `nccl`, 30 with any other",
             "how-to/errors/collectives": 'the backend `"nccl"`, and 30 with `"cpu:gloo,cuda:nccl"`',
@@ -90,14 +90,14 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         _buckets,
         [1, 25, 7, 7],
         {
-            "learn/gradients": "by default a first one of 1 MiB, then 25 MiB each",
+            "learn/accumulation": "by default a first one of 1 MiB, then 25 MiB each",
             "learn/scaling": "The default is 25 MiB after a first bucket of 1 MiB",
         },
     ),
     (
         lambda: (MixedPrecisionPolicy().param_dtype, MixedPrecisionPolicy().reduce_dtype),
         (None, None),
-        {"learn/several-devices": "It also gathers and reduces in that type, unless `mp_policy`"},
+        {"learn/fsdp": "It also gathers and reduces in that type, unless `mp_policy`"},
     ),
     (
         lambda: (
@@ -105,7 +105,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
             in _words(MixedPrecisionPolicy.__doc__ or "")
         ),
         True,
-        {"learn/several-devices": "*and* reduces gradients in bf16"},
+        {"learn/fsdp": "*and* reduces gradients in bf16"},
     ),
     (
         lambda: (
@@ -113,12 +113,12 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
             _attention._cp_options.enable_load_balance,
         ),
         ("ALL_GATHER", True),
-        {"learn/several-devices": "it gathers by default, and rotates after `set_rotate_method("},
+        {"learn/context-parallel": "it gathers by default, and rotates after `set_rotate_method("},
     ),
     (
         lambda: inductor._micro_pipeline_tp,
         False,
-        {"learn/several-devices": "`torch._inductor.config._micro_pipeline_tp`, off by default"},
+        {"learn/tensor-parallel": "`torch._inductor.config._micro_pipeline_tp`, off by default"},
     ),
     (
         _deprecated,
@@ -130,7 +130,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         (0, True),
         {
             "learn/first-script": "NCCL under torchrun connects at the first collective",
-            "learn/traps": 'device_id=torch.device("cuda", local_rank))` also has NCCL connect',
+            "learn/traps-gpus": 'torch.device("cuda", local_rank))` also has NCCL connect',
         },
     ),
     (
@@ -149,12 +149,12 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
             _agent()["shutdown_timeout"],
         ),
         (0.1, 30),
-        {"learn/first-script": "ten times a second. 4. When a rank fails, its agent ends the"},
+        {"learn/torchrun": "ten times a second. 4. When a rank fails, its agent ends the"},
     ),
     (
         lambda: _agent()["exit_barrier_timeout"],
         300,
-        {"learn/first-script": "waits up to 5 minutes for the agents of the other nodes"},
+        {"learn/torchrun": "waits up to 5 minutes for the agents of the other nodes"},
     ),
     (
         lambda: dynamic_rendezvous.RendezvousTimeout().join,
@@ -164,7 +164,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
     (
         lambda: "is deprecated" in getattr(launch.main, "__deprecated__", ""),
         True,
-        {"learn/first-script": "is the deprecated predecessor of torchrun"},
+        {"learn/torchrun": "is the deprecated predecessor of torchrun"},
     ),
 ]
 PAGES = [(page, words) for _, _, pages in FACTS for page, words in pages.items()]

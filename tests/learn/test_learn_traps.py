@@ -1,4 +1,4 @@
-"""The page of traps shows lines of its scripts, and `toolkit check` finds what the page says."""
+"""The pages of traps show lines of their scripts, and `toolkit check` finds what the pages say."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ import pytest
 from tests.learn.support.page import LEARN, Block, Page
 from toolkit.checks import check
 
-PAGE = Page(LEARN / "traps.md")
-SCRIPTS = sorted(PAGE.path.with_suffix("").glob("*.py"))
+INDEX = Page(LEARN / "traps.md")
+THEMES = [Page(path) for path in sorted(LEARN.glob("traps-*.md"))]
+SCRIPTS = sorted(INDEX.path.with_suffix("").glob("*.py"))
 _FORM = r"\]\((traps/\w+_{form}\.py)\)"
 
 
 @dataclass(frozen=True)
 class Trap:
-    """A section of the page."""
+    """A section of a theme's page, or a row of the index, which another page explains."""
 
     title: str
+    page: Page
     line: int
     text: str
+    explained: str
+    """The target of the index's link."""
 
     def script(self, form: str) -> Path:
-        """Return the one script of a form that the section links to."""
+        """Return the one script of a form to which the section links."""
         (name,) = re.findall(_FORM.format(form=form), self.text)
         return LEARN / str(name)
 
@@ -41,15 +45,34 @@ class Trap:
     def blocks(self) -> list[Block]:
         """Return the section's lines of Python, in their order."""
         end = self.line + self.text.count("\n")
-        return [b for b in PAGE.blocks() if b.language == "python" and self.line <= b.line <= end]
+        return [
+            b for b in self.page.blocks() if b.language == "python" and self.line <= b.line <= end
+        ]
 
 
-def traps() -> list[Trap]:
-    sections = list(re.finditer(r"^### (.+)\n(?:(?!^#{2,3} ).*\n)*", PAGE.text, re.MULTILINE))
-    return [Trap(s[1], PAGE.text.count("\n", 0, s.start()) + 1, s[0]) for s in sections]
+def sections() -> list[Trap]:
+    """Return the traps that a theme's page shows."""
+    found = []
+    for page in THEMES:
+        for s in re.finditer(r"^## (.+)\n(?:(?!^## ).*\n)*", page.text, re.MULTILINE):
+            if s[1] != "Exercises":
+                anchor = re.sub(r"[^\w -]", "", s[1].lower()).replace(" ", "-")
+                line = page.text.count("\n", 0, s.start()) + 1
+                found.append(Trap(s[1], page, line, s[0], f"{page.path.name}#{anchor}"))
+    return found
 
 
-TRAPS = traps()
+def rows() -> list[Trap]:
+    """Return the traps of the index that another page explains."""
+    part = INDEX.text.partition("\n## Mistakes that other pages show\n")[2].partition("\n## ")[0]
+    return [
+        Trap(row[1], INDEX, 0, row[0], row[2])
+        for row in re.finditer(r"^\| \[([^\]]+)\]\(([^)]+)\) \| .*$", part, re.MULTILINE)
+    ]
+
+
+SHOWN, LISTED = sections(), rows()
+TRAPS = SHOWN + LISTED
 each_trap = pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.title)
 
 
@@ -86,12 +109,12 @@ def test_lines_are_found_as_they_stand(block: str, stands: bool) -> None:
     assert stands_in(block, "a\nb\nc\nwith e:\n    if b:\n        c\n        d\n") == stands
 
 
-def test_the_page_has_so_many_traps_as_it_says() -> None:
-    (count,) = re.findall(r"shows (\d+) of them", PAGE.text)
+def test_the_index_has_so_many_traps_as_it_says() -> None:
+    (count,) = re.findall(r"index of (\d+) of them", INDEX.text)
     assert len(TRAPS) == int(count) >= 28
 
 
-@each_trap
+@pytest.mark.parametrize("trap", SHOWN, ids=lambda trap: trap.title)
 def test_a_trap_shows_lines_of_its_wrong_and_of_its_right_script(trap: Trap) -> None:
     wrong, right = trap.blocks()
     assert wrong.title is None is right.title
@@ -101,14 +124,17 @@ def test_a_trap_shows_lines_of_its_wrong_and_of_its_right_script(trap: Trap) -> 
 
 @each_trap
 def test_a_trap_calls_its_wrong_script_and_then_its_right_one(trap: Trap) -> None:
+    end = trap.line + trap.text.count("\n") if trap.line else 10**6
     called = [
         command.words
-        for line, session in PAGE.sessions().items()
+        for line, session in trap.page.sessions().items()
         for command in session
-        if trap.line <= line <= trap.line + trap.text.count("\n")
+        if trap.line <= line <= end
     ]
     forms = [re.findall(r"traps/\w+\.py", words) for words in called]
     names = [[f"traps/{trap.script(form).name}"] for form in ("wrong", "right")]
+    if trap in LISTED:  # the index calls the scripts of all its rows
+        forms = [form for form in forms if form in names]
     assert [form for n, form in enumerate(forms) if form not in forms[:n]] == names
 
 
@@ -130,8 +156,14 @@ def test_nothing_is_found_in_a_right_form(path: Path) -> None:
 
 
 def test_the_contents_lead_to_every_trap() -> None:
-    contents, _, _ = PAGE.text.partition("\n## ")[2].partition("\n## ")
-    anchors = {re.sub(r"[^\w -]", "", t.title.lower()).replace(" ", "-") for t in TRAPS}
-    linked = re.findall(r"\[([^\]]+)\]\(#([^)]+)\)", contents)
-    assert {anchor for _, anchor in linked} == anchors
-    assert {title for title, _ in linked} == {trap.title for trap in TRAPS}
+    contents, _, _ = INDEX.text.partition("\n## ")[2].partition("\n## ")
+    linked = re.findall(r"\[([^\]]+)\]\((\S+\.md#?[^)]*)\)", contents.partition("\n\nThe pages")[0])
+    assert set(linked) == {(trap.title, trap.explained) for trap in TRAPS}
+
+
+def test_a_section_that_the_index_links_to_exists() -> None:
+    for trap in TRAPS:
+        name, _, anchor = trap.explained.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (LEARN / name).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+        assert not anchor or anchor in anchors, trap.explained

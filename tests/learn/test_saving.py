@@ -1,4 +1,4 @@
-"""What docs/learn/checkpoints.md says of whole files of DCP, and of `train`."""
+"""What the pages on checkpoints say of whole files of DCP, and of `train`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.learn.support.page import pages
 from tests.learn.support.runner import BIN, PATIENCE_S, call
 
-PAGE = pages()["checkpoints"]
+PAGES = pages()
 
 
 def execute(folder: Path, *command: str) -> None:
@@ -31,7 +31,7 @@ def execute(folder: Path, *command: str) -> None:
 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_becomes_one_file(tmp_path: Path) -> None:
-    PAGE.place_files(tmp_path)
+    PAGES["sharded-checkpoints"].place_files(tmp_path)
     assert call("torchrun --nproc-per-node 2 sharded.py save", tmp_path).status == 0
     module = "torch.distributed.checkpoint.format_utils"
     execute(tmp_path, "python", "-m", module, "dcp_to_torch", "step-5", "whole.pt")
@@ -41,7 +41,9 @@ def test_a_sharded_checkpoint_becomes_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_of_train_keeps_as_many_checkpoints_as_it_says(tmp_path: Path) -> None:
-    (block,) = (b for b in PAGE.blocks() if b.language == "bash" and "-m train" in b.text)
+    (block,) = (
+        b for b in PAGES["checkpoints"].blocks() if b.language == "bash" and "-m train" in b.text
+    )
     execute(tmp_path, *block.text.split())
     kept = list(tmp_path.glob("runs/mine/checkpoints/attempt-*/step-*"))
     assert len(kept) == 3

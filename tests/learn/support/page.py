@@ -2,7 +2,8 @@
 
 A block of code with a title is a file: ```` ```python title="train.py" ````. A block of the
 language `console` holds commands, each after `$ `, and below each of them what it prints. `...`
-stands for any text. A file beside the page, in the folder of its name, can be called as well.
+stands for any text. A file beside the page, in the folder of its name, can be called as well. The
+line `<!-- files: PAGE -->` adds the files of another page, which the reader has saved before.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ class Page:
         return {b.line: commands(b.text) for b in self.blocks() if b.language == "console"}
 
     def place_files(self, folder: Path) -> None:
-        """Write the files of the page into a folder."""
+        """Write the files of the page into a folder, and those of the pages that it builds on."""
+        for name in re.findall(r"^<!-- files: ([\w-]+) -->$", self.text, re.MULTILINE):
+            Page(self.path.with_name(f"{name}.md")).place_files(folder)
         for block in self.blocks():
             if block.title:
                 path = folder / block.title
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text, encoding="utf-8")
         if (beside := self.path.with_suffix("")).is_dir():
-            shutil.copytree(beside, folder / self.name)
+            shutil.copytree(beside, folder / self.name, dirs_exist_ok=True)
 
 
 def pages() -> dict[str, Page]:

@@ -1,4 +1,4 @@
-"""What docs/learn/first-script.md says of restarts, of processes that are spawned, and of jobs."""
+"""What docs/learn/torchrun.md says of restarts, of processes that are spawned, and of jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.learn.support.page import pages
 from tests.learn.support.runner import BIN, PATIENCE_S
 
-PAGE = pages()["first-script"]
+PAGE = pages()["torchrun"]
 LAST_LINE = "epoch 6 step 144 loss 0.3738"
 
 

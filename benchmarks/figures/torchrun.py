@@ -126,7 +126,7 @@ def _box(ax: Axes, x: float, y: float, width: float, height: float, text: str, c
 FIGURES = (
     Figure(
         name="first-script-ranks",
-        page="first-script",
+        page="torchrun",
         title="What torchrun starts on two nodes with four ranks each",
         measure=measure,
         draw=draw,
