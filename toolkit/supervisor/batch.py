@@ -729,6 +729,8 @@ class Batch(JobEvidence):
         A controller that does not answer may be restarting. If this node was cut off, Slurm has
         meanwhile started the job elsewhere: that start must not be queued again.
         """
+        if self._is_stopped() and self.stopping == "cancelled":  # after the verdict
+            return Verdict("cancelled", "by toolkit cancel"), "not " + AGAIN
         self.note(verdict, AGAIN)
         if self._is_scancelled():  # Slurm would start even a cancelled job again
             return Verdict("cancelled", "by scancel"), "not " + AGAIN

@@ -87,6 +87,24 @@ def test_the_next_attempt_waits_until_the_controller_has_noted_the_end_of_the_st
     assert calls == ["srun", "asked", "asked", "srun"]
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGUSR1, "retryable: exit status 1; queued again"),
+        (signal.SIGUSR2, "cancelled: by toolkit cancel; not queued again"),
+    ],
+)
+def test_a_signal_ends_the_wait_for_the_end_of_the_step(
+    role: Role, number: signal.Signals, reason: str
+) -> None:
+    squeue = role.folder / "bin/squeue"
+    squeue.write_text(squeue.read_text() + 'echo ==7.3==; touch "$STATE/asked"\n')
+    assert role.signalled(number, (role.state / "asked").exists) == 1
+    assert role.text("reason") == reason
+    queued = role.asked("scontrol requeue")
+    assert queued == (["scontrol requeue 7"] if number == signal.SIGUSR1 else [])
+
+
 def test_a_job_whose_supervisor_was_removed_is_queued_again_and_unpacks_it(
     role: Role, tmp_path: Path
 ) -> None:
