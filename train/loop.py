@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from .checkpoints.interval import Interval
 from .checkpoints.saver import Saver
 from .data.loader import Feed, resident, source_of
 from .data.order import SampleOrder, mixed, seed_generators, seed_of
@@ -54,6 +55,8 @@ class Trainer:
         self.untrained = Untrained(strategy, group)
         self.learning_rate = LearningRate(config, progress.steps)
         self._sparse_checked = False
+        # Whether a checkpoint is due by rank 0's clock, with `--checkpoint-every auto`.
+        self._due = False
         self.seed = seed_of("step", config.seed, *strategy.axes)
         # Passes divide gradients by this. It depends only on the run, so that a resumed run
         # rounds alike; `update()` corrects it once all ranks know the true count.
@@ -82,15 +85,21 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, or until stopped; return whether the run is done."""
         progress, every = self.progress, self.config.checkpoint_every
+        if every == "auto" and self.group.rank_info.rank == 0:
+            events = read_lines(self.directory.path / "events.jsonl")
+            self.saver.interval = Interval(events, self.console)
         stop = self.group.sum([self.stop.requested])[0] > 0
         evaluated = self._evaluated_epoch()
         first, of_task = progress.step + 1, attributes_of(self.task)
         while progress.step < progress.steps:
             # Do not evaluate or save ranks that have drifted apart.
             if self.strategy.settled(progress.step):
-                due = every and progress.step and progress.step % every == 0
+                due = self._due
+                if every and every != "auto":
+                    due = progress.step > 0 and progress.step % every == 0
                 if stop or due:
                     self.saver.save(progress, epoch=self.epoch)
+                    self._due = False
                 # After a stop request, leave the evaluation to the next start.
                 if not stop and self.epoch > evaluated:
                     # Evaluation may run out of memory: finish writing the checkpoint first.
@@ -166,9 +175,10 @@ class Trainer:
         divisor = self.expected_count / self.scaler.scale
         sums = strategy.accumulate(parts, 1.0 / divisor)
         written = strategy.has_written()
-        loss, count, stop_flags, changed, writers = self._agree(
+        loss, count, stop_flags, changed, writers, due = self._agree(
             sums, self.untrained.changed(), written, held
         )
+        self._due = self._due or due > 0
         if changed:
             self._agree_on_untrained()
         if writers:
@@ -242,11 +252,13 @@ class Trainer:
         """Exchange in one small collective all that ranks must agree on before updating weights.
 
         `held`: values for the watch to compare, if any. Returns the loss and the count of the
-        whole batch, and three numbers of ranks: those with a stop request, those that have left
-        out other parameters than before, and those that have written parameters in their passes.
+        whole batch, and four numbers of ranks: those with a stop request, those that have left
+        out other parameters than before, those that have written parameters in their passes, and
+        those by whose clock a checkpoint is due (rank 0).
         """
         mine = full(sums.loss)
-        own = (sums.count, self.stop.requested, changed, written)
+        due = self.saver.interval is not None and self.saver.interval.due
+        own = (sums.count, self.stop.requested, changed, written, due)
         loss, *others = self.group.sum_with(mine, (*own, *held))
         if held:
             self.saver.watch.check(others[len(own) :])

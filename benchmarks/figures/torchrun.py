@@ -23,7 +23,10 @@ MEANING = {
     "WORLD_SIZE": "how many ranks the run has",
     "LOCAL_WORLD_SIZE": "how many of them are on this node",
     "GROUP_RANK": "the number of the node",
-    "TORCHELASTIC_RESTART_COUNT": "how often the ranks have been started again",
+    "TORCHELASTIC_RESTART_COUNT": (
+        "how often this agent has restarted its ranks after one of them failed; failures on other "
+        "nodes do not count"
+    ),
 }
 """Variables that are numbers, and what they say."""
 

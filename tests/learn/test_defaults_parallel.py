@@ -54,7 +54,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         (None, True),
         {
             "fsdp": "`True`, `False` or a number of ranks | `True`; `False` for the root |",
-            "fsdp-options": "A number, such as the GPUs of a node",
+            "fsdp-options": "A number n, such as the GPUs of a node",
         },
     ),
     (
@@ -124,7 +124,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
         True,
-        {"pipelines": "| InterleavedZeroBubble, ZBVZeroBubble, DualPipeV | 2 |"},
+        {"pipelines": "| InterleavedZeroBubble, ZBVZeroBubble, DualPipeV | 2 (the first: v) |"},
     ),
     (
         lambda: "dkv_rotater" in _source(_attention._templated_ring_attention_backward),

@@ -113,7 +113,10 @@ def train_page() -> str:
     for field, text in flags.documented(inline=False):
         unset = field.default is None or field.default is False
         default = "" if unset else f"`{field.default}`"
-        takes = " ".join(f"`{choice}`" for choice in field.choices) or field.takes.lower()
+        words = (
+            [] if field.kind is str and field.choices else [field.takes.partition("|")[0].lower()]
+        )
+        takes = " ".join([*words, *(f"`{choice}`" for choice in field.choices)])
         row = f"| `{field.flag}` | {takes} | {default} | {text} |"
         sections.setdefault(field.section, []).append(row)
     sections["The command line itself"] = [

@@ -18,6 +18,7 @@ from ..rundir.console import Console
 from ..rundir.files import RunDirectory, TrainingProgress
 from . import recovery
 from .checkpointer import Checkpointer, SaveTiming
+from .interval import Interval
 from .reader import MODEL, OPTIMIZER, Stored, export
 from .retention import Retention
 from .safetensors_file import problem_of
@@ -64,6 +65,8 @@ class Saver:
         # The checkpoint of the last save, if rank 0 sees its directory.
         self._saved: Position | None = None
         self._last_step = 0
+        # On rank 0, with `--checkpoint-every auto`; from when training begins.
+        self.interval: Interval | None = None
         # Refuse these now: the first checkpoint could not store them.
         problems = self._everywhere(
             f"{name} {text}"
@@ -138,6 +141,8 @@ class Saver:
             if self._saved:
                 return
         since = time.monotonic()
+        if self.interval:
+            self.interval.saving()
         # A kill cannot undo these steps, so their metrics must be on disk.
         self.directory.flush()
         self._attempt(lambda: self._checkpointer.wait(for_next=True))
@@ -171,6 +176,8 @@ class Saver:
                 seconds=timing.total_s,
                 stall_seconds=timing.stall_s,
             )
+            if self.interval:
+                self.interval.committed(timing)
             self._retention.damaged.discard(position)
             self._retention.prune(position)
 

@@ -216,6 +216,7 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
             "--profile": config.profile is not None,
             "--sync-batch-norm": config.sync_batch_norm,
             "--backend mpi": config.backend == "mpi",
+            "--checkpoint-every auto": config.checkpoint_every == "auto",
         }
         for name in (name for name, is_set in flags.items() if is_set):
             yield f"--strategy ps does not go with {name}, which needs ranks that step together"

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import math
 import typing
 from collections.abc import Iterable
@@ -152,8 +153,9 @@ class Config:
     """Directory of checkpoints, events and outcome (default: $TRAIN_RUN_DIR)."""
     adopt: str | None = None
     """The --task that the run in --run-dir names, if it is the same one at another path."""
-    checkpoint_every: Natural = 100
-    """Write a checkpoint each so many steps; 0: only when stopped and at the end."""
+    checkpoint_every: Natural | Literal["auto"] = 100
+    """Write a checkpoint each so many steps; 0: only when stopped and at the end; `auto`: as often
+    as loses the least time, by the cost of a checkpoint and the failures of the run."""
     keep_checkpoints: Count = 2
     """How many whole checkpoints to keep, over all attempts."""
     on_checkpoint_error: Literal["stop", "continue"] = "stop"
@@ -289,7 +291,7 @@ class ConfigField:
     kind: type
     """`bool`, `int`, `float`, `str` or `Path`, whether or not it may be None."""
     choices: tuple[str, ...]
-    """The values that a text may have; empty: any."""
+    """The values that a text may have; empty: any. Of a number: the words in its place."""
     least: float | None
     """The smallest value; None: a number must be positive."""
     default: object
@@ -304,7 +306,9 @@ class ConfigField:
     def takes(self) -> str:
         """The word that follows the flag in the help: none for a switch."""
         names = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: ""}
-        return "NAME" if self.choices else names[self.kind]
+        if self.kind is str and self.choices:
+            return "NAME"
+        return "|".join((names[self.kind], *self.choices))
 
     def parse(self, text: str) -> object:
         """Make the field's value from a text of the command line.
@@ -314,11 +318,14 @@ class ConfigField:
         """
         if not text:
             raise ValueError(f"{self.flag} needs a value")
+        if text in self.choices:
+            return text
         try:
             value = self.kind(text)
         except ValueError:
-            what = "whole number" if self.kind is int else "number"
-            raise ValueError(f"{self.flag} {text!r} is no {what}") from None
+            what = "a whole number" if self.kind is int else "a number"
+            what = " or ".join((what, *self.choices))
+            raise ValueError(f"{self.flag} {text!r} is not {what}") from None
         if problem := self.problem_of(value):
             raise ValueError(f"{self.flag}{problem}")
         return value
@@ -328,9 +335,9 @@ class ConfigField:
         if self.name == "task":
             problem = problem_of(str(value))
             return f": {problem}" if problem else None
-        if self.choices:
-            if value in self.choices:
-                return None
+        if value in self.choices:
+            return None
+        if self.choices and self.kind is str:
             word = self.name.replace("_", " ")
             choices = ", ".join(self.choices)
             return (
@@ -413,7 +420,9 @@ def _parse_hint(hint: object) -> tuple[type, tuple[str, ...], float | None]:
         return kind, choices, limits[0] if limits else least
     if origin is typing.Literal:
         return str, arguments, None
-    if origin is not None:  # X | None
-        return _parse_hint(next(one for one in arguments if one is not type(None)))
+    if origin is not None:  # X | None, or a number | a word
+        kind, choices, least = _parse_hint(next(one for one in arguments if one is not type(None)))
+        words = [_parse_hint(one)[1] for one in arguments if typing.get_origin(one) is Literal]
+        return kind, choices or tuple(itertools.chain(*words)), least
     assert isinstance(hint, type), f"fields are of plain types, not {hint}"
     return hint, (), None

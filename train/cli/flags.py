@@ -84,7 +84,7 @@ def documented(*, inline: bool = True) -> Iterator[tuple[ConfigField, str]]:
     docs = field_docs(Config)
     for name, field in fields().items():
         text = docs[name]
-        if inline and field.choices:
+        if inline and field.choices and field.kind is str:
             text += f" One of: {', '.join(field.choices)}."
         if inline and field.default is not None and field.kind is not bool:
             text += f" (default: {field.default})"
@@ -261,11 +261,13 @@ def _convert(field: ConfigField, value: object) -> object:
     if field.kind is float and type(value) is int:
         value = float(value)
     kind = str if field.kind is Path else field.kind
-    if type(value) is not kind:
+    if type(value) is not kind and value not in field.choices:
         shown = json.dumps(value, default=str, ensure_ascii=False)
         way_out = " without quotes" if type(value) is str else ""
         what = _WORDS.get(kind)
         expected = f"write {what}{way_out}" if what else 'write a text in "quotes"'
+        if what:
+            expected += "".join(f' or "{word}"' for word in field.choices)
         raise ValueError(f" = {shown} is of the wrong type: {expected}")
     if value == "":
         raise ValueError(' = "" is empty: leave it out')

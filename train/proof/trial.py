@@ -247,6 +247,7 @@ class _Bench:
     directory: RunDirectory
     console: Console
     watch: _NoWatch = field(default_factory=_NoWatch)
+    interval: None = None
 
 
 class Trial:

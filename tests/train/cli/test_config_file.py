@@ -111,6 +111,7 @@ def test_mistakes_are_named_with_file_and_line_all_at_once(file: Path) -> None:
         "micro-batch = 2\n"
         "micro_batch = 2\n"
         "task = 3\n"
+        'checkpoint_every = "soon"\n'
         "[mesh]\n"
         "tp = 2\n"
     )
@@ -126,7 +127,9 @@ def test_mistakes_are_named_with_file_and_line_all_at_once(file: Path) -> None:
         'run.toml:9: export = "" is empty: leave it out',
         "run.toml:11: micro_batch is given a second time: leave out one of the two",
         'run.toml:12: task = 3 is of the wrong type: write a text in "quotes"',
-        "run.toml:13: unknown key 'mesh'",
+        'run.toml:13: checkpoint_every = "soon" is of the wrong type: write a whole number without '
+        'quotes or "auto"',
+        "run.toml:14: unknown key 'mesh'",
     ]
 
 

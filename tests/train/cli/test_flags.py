@@ -108,7 +108,9 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
             "--pp-schedule: unknown pp schedule '1f1b' (known: GPipe, 1F1B, Interleaved1F1B, "
             "LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)",
         ),
-        (["--steps=many"], "--steps 'many' is no whole number"),
+        (["--steps=many"], "--steps 'many' is not a whole number"),
+        (["--checkpoint-every=soon"], "--checkpoint-every 'soon' is not a whole number or auto"),
+        (["--checkpoint-every=-1"], "--checkpoint-every -1 is too small: at least 0"),
         (["--steps=0"], "--steps 0 is too small: at least 1"),
         (["--momentum=-1"], "--momentum -1.0 is too small: at least 0"),
         (["--lr=nan"], "--lr nan must be a positive, finite number"),
@@ -165,7 +167,7 @@ def test_all_mistakes_are_named_at_once() -> None:
     assert problems("--epoch=3", "--lr=fast", "--steps=0", "--no-such", "x") == [
         "unknown flag '--epoch'; did you mean '--epochs'?",
         "unknown flag '--no-such'",
-        "--lr 'fast' is no number",
+        "--lr 'fast' is not a number",
         "--steps 0 is too small: at least 1",
     ]
     assert len(problems("--steps=3", "--epochs=2", "--dropout=2", "--init-method=x", "--tp=3")) == 4
@@ -268,6 +270,8 @@ def test_what_contradicts_each_other_is_refused() -> None:
         )
     (norm,) = problems("--strategy=ps", "--sync-batch-norm", rank_info=ranks(2))
     assert norm.startswith("--strategy ps does not go with --sync-batch-norm, ")
+    (saves,) = problems("--strategy=ps", "--checkpoint-every=auto", rank_info=ranks(2))
+    assert saves.startswith("--strategy ps does not go with --checkpoint-every auto, ")
     (exact,) = problems("--reduce=exact", "--strategy=fsdp", rank_info=ranks(2))
     assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
     (shards,) = problems("--reduce=exact", rank_info=ranks(3))

@@ -101,7 +101,7 @@ def test_a_job_that_runs_here_has_no_such_note(toolkit: Toolkit) -> None:
 WRONG = {
     "flag": ("--epoch 3", "unknown flag '--epoch'; did you mean '--epochs'?"),
     "choice": ("--precision fp8", "--precision: unknown precision 'fp8'"),
-    "number": ("--steps many", "--steps 'many' is no whole number"),
+    "number": ("--steps many", "--steps 'many' is not a whole number"),
     "missing": ("--lr", "--lr needs a value"),
     "both": ("--steps 3 --epochs 3", "--steps and --epochs both say when to end"),
     "mesh": ("--strategy fsdp --dp-shard 3", "3"),
@@ -151,7 +151,7 @@ def test_flags_beside_a_configuration_that_is_elsewhere_are_read(toolkit: Toolki
         assert status == 1
         assert [line.partition("args: ")[2] for line in found.splitlines()] == [
             "unknown flag '--epoch'; did you mean '--epochs'?",
-            "--lr 'high' is no number",
+            "--lr 'high' is not a number",
         ]
 
 
@@ -163,7 +163,7 @@ def test_each_point_of_a_sweep_is_read_and_a_problem_of_all_is_told_once(toolkit
     assert status == 1
     assert [line.partition("args: ")[2] for line in found.splitlines()] == [
         "unknown flag '--epoch'; did you mean '--epochs'?",
-        "point 2 and 1 more: --lr 'high' is no number",
+        "point 2 and 1 more: --lr 'high' is not a number",
     ]
 
 

@@ -215,6 +215,7 @@ class ServedTrainer(Trainer):
     def _serve(self, server: Server) -> Stretch:
         """Apply the updates of a stretch as they arrive, up to the next meeting of all ranks."""
         step, every = self.progress.step, self.config.checkpoint_every
+        assert every != "auto", "refused with the command line"
         end_of_epoch = math.ceil((self.epoch + 1) * len(self.train) / self.config.global_batch)
         checkpoint = (step // every + 1) * every if every else self.progress.steps
         server.open(version=step, limit=min(self.progress.steps, end_of_epoch, checkpoint))
