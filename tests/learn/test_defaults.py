@@ -118,9 +118,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
     (
         lambda: inductor._micro_pipeline_tp,
         False,
-        {
-            "learn/tensor-parallel": "`_micro_pipeline_tp` of `torch._inductor.config`, off by default"
-        },
+        {"learn/tensor-parallel": "`torch._inductor.config`, off by default"},
     ),
     (
         _deprecated,

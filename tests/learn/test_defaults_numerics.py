@@ -68,7 +68,8 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
         _tf32,
         (False, True, "highest"),
         {
-            "learn/numerics": "default allows it in cuDNN convolutions and RNNs only. For matrix products, "
+            "learn/numerics": "default allows it in cuDNN convolutions and RNNs only. For matrix "
+            "products, "
             'call `torch.set_float32_matmul_precision("high")`; the default `"highest"` keeps fp32'
         },
     ),
