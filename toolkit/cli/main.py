@@ -121,7 +121,7 @@ def _or_newest(
 
     newest = deque(registry.records(), maxlen=1)
     if not newest:
-        raise InputError("there are no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
+        raise InputError("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
     say(f"the newest run: {newest[0].name}", err=True)
     return newest[0].uri if param.nargs == 1 else (newest[0].uri,)
 

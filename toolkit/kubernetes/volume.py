@@ -152,7 +152,7 @@ class _Received:
             if not line and len(self._head) <= _LONGEST_SIZE:
                 return
             if not line or not _SIZE.fullmatch(self._head):
-                raise LauncherError("what comes from the claim is no file")
+                raise LauncherError("the claim's pod did not send a file")
             self._left = self.size = 0 if self._head == b"-" else int(self._head)
         content = part[: self._left]
         self._left -= len(content)

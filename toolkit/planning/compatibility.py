@@ -172,8 +172,8 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
             at, key = f"profile {profile.name!r}: ", []
         yield refusal(
             "notify-without-secret",
-            f"{at}notify.webhook is ${notify.variable}, which is no secret of the job; name it "
-            "under secrets, or give the file that holds the address: notify: {webhook_file: …}",
+            f"{at}notify.webhook is ${notify.variable}, which is not a secret of the job; name "
+            "it under secrets, or give the file that holds the address: notify: {webhook_file: …}",
             *key,
         )
     if notify and profile.kind == "kubernetes" and profile.runs_claim is None:
@@ -232,8 +232,7 @@ def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     elif 0 < gpus < workers:
         yield refusal(
             "workers-exceed-gpus",
-            f"nproc_per_node {workers} exceeds gpus_per_node {gpus}; "
-            "each worker needs a GPU of its own",
+            f"nproc_per_node {workers} exceeds gpus_per_node {gpus}; each worker needs its own GPU",
             *workers_key,
         )
     if node.cpus is not None and need.cpus > node.cpus:
@@ -257,8 +256,8 @@ def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
         yield refusal(
             "shm-exceeds-memory",
-            f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
-            f"{format_size(need.memory_bytes)}, which it is part of",
+            f"shm {format_size(need.shm_bytes)} uses all of memory "
+            f"{format_size(need.memory_bytes)}, and shm counts as memory",
             *("resources", "shm"),
         )
 

@@ -63,16 +63,16 @@ def kubernetes_problems(
     if job.resources.elastic and kind != "PyTorchJob":
         yield refusal(
             "elastic-workload",
-            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or starts all "
-            "again, and only a PyTorchJob goes on with fewer; write `workload: PyTorchJob`, or one "
-            "number of nodes",
+            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or restarts "
+            "all pods. Only a PyTorchJob continues with fewer: write `workload: PyTorchJob`, or "
+            "one number of nodes",
             *("resources", "nnodes"),
         )
     elif job.resources.elastic and profile.master:
         yield refusal(
             "elastic-master",
-            f"nnodes with min and max: profile {profile.name!r} wants a Master, without which no "
-            "worker goes on; leave out `master`, or write one number of nodes",
+            f"nnodes with min and max: profile {profile.name!r} sets a Master, and no worker "
+            "continues without it; leave out `master`, or write one number of nodes",
             *("resources", "nnodes"),
         )
     if kind == "TrainJob":
@@ -80,8 +80,8 @@ def kubernetes_problems(
     if job.image and not is_image_name(job.image):
         yield refusal(
             "image-of-another-runtime",
-            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
-            "pull it; write it like registry.example.com/team/train:1.2",
+            f"image {job.image!r} is not an image name that nodes of profile "
+            f"{profile.name!r} can pull; write it like registry.example.com/team/train:1.2",
             "image",
         )
     yield from _mount_problems(job, profile)
@@ -155,8 +155,8 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
     if profile.runs_dir.rstrip("/") in OWN_FOLDERS:
         yield refusal(
             "mount-target-taken",
-            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide the container's "
-            "own; write a folder of its own, like /runs",
+            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide a folder of the "
+            "container; write a separate folder, like /runs",
         )
     if ":" in profile.runs_dir:
         yield refusal("mount-unwritable", f"runs_dir: {_NO_COLON.format(profile.runs_dir)}")
@@ -168,8 +168,8 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
         if mount.target.rstrip("/") in OWN_FOLDERS:
             yield refusal(
                 "mount-target-taken",
-                f"{place}: a mount at {mount.target!r} would hide the container's own; choose "
-                "another target, like /data",
+                f"{place}: a mount at {mount.target!r} would hide a folder of the container; "
+                "choose another target, like /data",
                 *key,
             )
         elif mount.target.rstrip("/") in taken:

@@ -103,8 +103,8 @@ def require_default_profile() -> str:
     """
     if (name := default_profile()) is None:
         raise ProfileError(
-            "no profile is named, and there is no default one; `toolkit init` detects the site and "
-            "writes it, or name one with --to"
+            "no profile is selected, and there is no default profile: name one with --to, or run "
+            "`toolkit init`, which detects the site and writes a profile"
         )
     return name
 

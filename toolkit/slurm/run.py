@@ -356,7 +356,7 @@ class SlurmRun(Run):
             ended = status.state.upper() + (f" ({status.reason})" if status.reason else "")
             raise LauncherError(
                 f"after {self.uri}: it was to {expected}, and it is {ended}; "
-                "this job would wait for ever"
+                "this job would never start"
             )
         return []
 

@@ -45,7 +45,7 @@ for word; do
     makes)
       up=$path
       while [ ! -e "$up" ] && [ "$up" != . ] && [ "$up" != / ]; do up=$(dirname -- "$up"); done
-      if [ ! -d "$up" ]; then fault="$up is no folder"
+      if [ ! -d "$up" ]; then fault="$up is not a folder"
       elif [ ! -w "$up" ]; then fault="$up cannot be written"; fi ;;
     writes)
       if [ ! -d "$path" ]; then fault="there is no such folder"
@@ -201,12 +201,14 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[t
     names = requested.split(",") if requested else [p.name for p in partitions if p.is_default]
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
-        message = f"no partition is the default one; name one of {there} in the profile"
+        message = f"there is no default partition; name one of {there} in the profile"
         return [("site-partition", message)]
     findings: list[tuple[str, str]] = []
     by_name = {partition.name: partition for partition in partitions}
     for name in names:
-        excesses = [("site-partition", f"there is no partition {name!r}; there are {there}")]
+        excesses = [
+            ("site-partition", f"partition {name!r} does not exist; this cluster has {there}")
+        ]
         if name in by_name:
             excesses = list(_excesses(plan, by_name[name]))
         if not excesses:
@@ -227,7 +229,7 @@ def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str
         yield (
             "site-time-limit",
             f"time_limit {format_duration(limit_s)} exceeds MaxTime {longest} of partition "
-            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there",
+            f"{name!r}; write time_limit: {longest} and let retries.requeue continue from there",
         )
     given_s = partition.default_s or longest_s
     needed_s = warning_lead_s(job) + SIGNAL_SLACK_S

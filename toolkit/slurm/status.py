@@ -45,14 +45,14 @@ _EXPLANATIONS = {
         "it could not be started and is held; `scontrol release JOB_ID` tries again"
     ),
     "Licenses": "waits for licences",
-    "NodeDown": "a node that it needs is down",
+    "NodeDown": "a required node is down",
     "PartitionDown|PartitionInactive": "its partition takes no jobs now",
     "PartitionNodeLimit": "it asks for more nodes than its partition gives, so it never starts",
     "PartitionTimeLimit": "it asks for more time than its partition gives, so it never starts",
     "Priority": "others come first",
     "QOSNotAllowed|QOSJobLimit|QOS.*Limit|QOSGrp.*|QOSMax.*": "a limit of the QOS is reached",
     "QOSUsageThreshold|QOSTimeLimit": "the QOS has no time left for it",
-    "ReqNodeNotAvail.*": "a node that it needs is down, drained or reserved",
+    "ReqNodeNotAvail.*": "a required node is down, drained or reserved",
     "Reservation": "its reservation has not begun",
     "Resources": "waits for nodes to become free",
 }
@@ -128,7 +128,7 @@ _NO_VENV = (
 
 _SCRIPT_WAS_KILLED = (
     "FAILED: the batch script was killed, or could not write why it ended; "
-    "`toolkit resubmit` goes on from the last checkpoint"
+    "`toolkit resubmit` continues from the last checkpoint"
 )
 """The reason of a FAILED job without an end recorded by its script."""
 
@@ -168,7 +168,7 @@ def status_of(
     elif state is RunState.PENDING:
         reason = in_words(reason)
     elif row.word in ("SUSPENDED", "STOPPED"):
-        reason = f"{row.word}: `scontrol resume {row.job_id}` lets it go on"
+        reason = f"{row.word}: `scontrol resume {row.job_id}` resumes it"
     if state is RunState.PENDING:
         last = run_directory.last_reason(run_dir) if run_dir is not None else ""
         queue = str(place or "")

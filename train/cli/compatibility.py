@@ -153,7 +153,7 @@ def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
         if parts is None:
             yield f"--init-method {text!r} must be file:///PATH: a full path that all ranks see"
         elif not Path(parts[1]).parent.is_dir():
-            yield f"--init-method {text}: there is no directory {Path(parts[1]).parent}"
+            yield f"--init-method {text}: directory {Path(parts[1]).parent} does not exist"
     else:
         yield (
             f"--init-method {text!r} is unknown: use env://, tcp://HOST:PORT or file:///NEW-FILE"

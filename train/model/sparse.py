@@ -46,9 +46,9 @@ def refuse_exchange(names: Iterable[str], *, task: str) -> None:
         UsageError: names the parameter.
     """
     raise UsageError(
-        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients, which --strategy "
-        "ddp exchanges for an nn.Embedding or nn.EmbeddingBag beside other layers only: use one "
-        "in place of functional.embedding(), or dense gradients (sparse=False)"
+        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients. --strategy ddp "
+        "exchanges them only for an nn.Embedding or nn.EmbeddingBag beside other layers: use one "
+        "instead of functional.embedding(), or dense gradients (sparse=False)"
     )
 
 

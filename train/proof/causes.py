@@ -144,9 +144,9 @@ def otherwise(seen: Observations) -> str:
         )
     if seen.remembered:
         return (
-            f"forward() changes attribute {some(seen.remembered)}, which each rank, stage and "
-            "micro-batch does by its own passes and samples; use a buffer of floats, of which "
-            "ranks take the mean after each step, make it an input, or use another strategy"
+            f"forward() changes attribute {some(seen.remembered)}, which depends on the passes "
+            "and samples of each rank, stage and micro-batch; use a buffer of floats (ranks "
+            "average those after each step), make it an input, or use another strategy"
         )
     if seen.remembered_by_task:
         return (

@@ -96,7 +96,7 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
         ),
         (
             ["--task=nowhere.py:Mine"],
-            f"--task: task 'nowhere.py:Mine': there is no file {Path.cwd()}/nowhere.py",
+            f"--task: task 'nowhere.py:Mine': file {Path.cwd()}/nowhere.py does not exist",
         ),
         (
             ["--strategy=dpd"],
@@ -108,7 +108,7 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
             "--pp-schedule: unknown pp schedule '1f1b' (known: GPipe, 1F1B, Interleaved1F1B, "
             "LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV)",
         ),
-        (["--steps=many"], "--steps 'many' is no whole number"),
+        (["--steps=many"], "--steps 'many' is not a whole number"),
         (["--steps=0"], "--steps 0 is too small: at least 1"),
         (["--momentum=-1"], "--momentum -1.0 is too small: at least 0"),
         (["--lr=nan"], "--lr nan must be a positive, finite number"),
@@ -282,7 +282,7 @@ def test_what_contradicts_each_other_is_refused() -> None:
         ("tcp://host:0", "'tcp://host:0' must be tcp://HOST:PORT: "),
         ("tcp://host:70000", "'tcp://host:70000' must be tcp://HOST:PORT: "),
         ("file://here", "'file://here' must be file:///PATH: a full path"),
-        ("file:///no/such/place", "file:///no/such/place: there is no directory /no/such"),
+        ("file:///no/such/place", "file:///no/such/place: directory /no/such does not exist"),
         ("etcd://x", "'etcd://x' is unknown: use env://, tcp://HOST:PORT or "),
     ],
 )
@@ -326,7 +326,7 @@ def test_epochs_are_rounded_up_to_whole_steps() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TRAIN_ATTEMPT": "two"}, "TRAIN_ATTEMPT='two' is no whole number"),
+        ({"TRAIN_ATTEMPT": "two"}, "TRAIN_ATTEMPT='two' is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK: each process would take itself for rank"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         (

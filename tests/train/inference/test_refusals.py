@@ -221,10 +221,10 @@ def test_a_full_disk_leaves_finished_parts_to_go_on_with(
     folder = tmp_path / "file.parts"
     assert capsys.readouterr().err == (
         f"train: cannot write {file}: {folder / 'part-000002.jsonl'}: No space left on device; "
-        f"finished parts stay in {folder}: start again to go on when this is mended\n"
+        f"finished parts stay in {folder}: fix this, then start again to continue\n"
     )
     assert used(trained, predict=file) == 0
-    assert "going on: 2 of 6 parts are there\n" in capsys.readouterr().out
+    assert "continuing: 2 of 6 parts exist\n" in capsys.readouterr().out
 
 
 def test_nodes_with_run_directories_of_their_own_are_sent_the_weights(

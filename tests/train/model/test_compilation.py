@@ -219,7 +219,7 @@ def refusal(rank: int, folder: Path) -> str:
 
 def test_a_piece_that_is_handed_a_dtensor_is_not_compiled(tmp_path: Path) -> None:
     for said in on_ranks(2, refusal, tmp_path):
-        assert said.startswith("--compile: piece '2' is given a DTensor, whose gradient torch.comp")
+        assert said.startswith("--compile: piece '2' receives a DTensor, and torch.comp")
 
 
 def test_copies_of_a_compiled_model_on_several_gpus_are_refused(

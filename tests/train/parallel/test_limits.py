@@ -200,9 +200,9 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (
         "Parametrized",
         {"tp": 2},
-        "--tp 2: tensor_plan() of task 'deep' cuts layer '1', whose weight is computed by a "
-        "parametrization (weight_norm, orthogonal, ...) of all of it: leave '1' out of the plan, "
-        "or use --strategy fsdp",
+        "--tp 2: tensor_plan() of task 'deep' cuts layer '1', but a "
+        "parametrization (weight_norm, orthogonal, ...) computes its weight as a whole: leave "
+        "'1' out of the plan, or use --strategy fsdp",
     ),
     (
         "Twice",

@@ -24,10 +24,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nodes": ("resources: {nnodes: 5000}", "5000 simulated nodes with 1 workers or GPUs each"),
     "switch": ("args: [--x, 1]\nsweep: {grid: {--x: [true, false]}}", "--x is true or false in"),
     "twice": ("sweep: {grid: {--x: [a, a]}}", "points 0 and 1 set the same; leave one out"),
-    "script": ("module: null\nscript: nowhere.py", "script: there is no file 'nowhere.py' in '"),
+    "script": ("module: null\nscript: nowhere.py", "script: no file 'nowhere.py' in '"),
     "workdir": (
         "module: null\nscript: here.py\nworkdir: /usr",
-        "script: there is no file 'here.py' in '/usr'",
+        "script: no file 'here.py' in '/usr'",
     ),
     "secret": ("secrets: [NOWHERE, NEITHER]", "secrets are not set here: NOWHERE, NEITHER; "),
     "secret file": ("secrets: {A: {file: /proc/version}}", "others may read /proc/version; chmod"),
@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "elastic": ("resources: {nnodes: {min: 1, max: 2}}", "needs retries.in_job"),
     "stop": ("stop: {grace: 5m}\ntime_limit: 5m", "stop.grace 5m does not fit"),
     "stall": ("stall_timeout: never\nlog_pattern: '(?P<step>x)'", "log_pattern is read by the"),
-    "notify": ("notify: {webhook: $HOOK}", "notify.webhook is $HOOK, which is no secret of"),
+    "notify": ("notify: {webhook: $HOOK}", "notify.webhook is $HOOK, which is not a secret of"),
     "key": ("nnode: 1", "unknown key 'nnode'"),
     "none": ("module: null", "give one of module, script and command"),
 }
@@ -101,7 +101,7 @@ def test_a_job_that_runs_here_has_no_such_note(toolkit: Toolkit) -> None:
 WRONG = {
     "flag": ("--epoch 3", "unknown flag '--epoch'; did you mean '--epochs'?"),
     "choice": ("--precision fp8", "--precision: unknown precision 'fp8'"),
-    "number": ("--steps many", "--steps 'many' is no whole number"),
+    "number": ("--steps many", "--steps 'many' is not a whole number"),
     "missing": ("--lr", "--lr needs a value"),
     "both": ("--steps 3 --epochs 3", "--steps and --epochs both say when to end"),
     "mesh": ("--strategy fsdp --dp-shard 3", "3"),
@@ -226,7 +226,7 @@ def test_verify_proves_a_job_here(toolkit: Toolkit) -> None:
     many = job_file("module: train\nresources: {nproc_per_node: 32}\nargs: [--global-batch, 64]")
     assert "at most 16, not 32; prove a smaller" in toolkit("check", many, "--verify")[1]
     status, found = toolkit("check", job_file(""), "--verify")
-    assert status == 1 and "--verify proves jobs of `module: train`" in found
+    assert status == 1 and "--verify proves only jobs with `module: train`" in found
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_without_a_cluster_the_error_says_what_is_missing_and_what_to_do(tmp_pat
     with pytest.raises(SchedulerMissing) as error:
         submit_by({"KUBECONFIG": str(file), "HOME": str(tmp_path)})
     assert str(error.value) == (
-        f"no Kubernetes cluster at hand: there is no {file}, and this is no pod of a cluster; "
+        f"no Kubernetes cluster found: {file} does not exist, and this is not a pod; "
         "name a context in the profile, or set KUBECONFIG; "
         "`toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` needs no Python "
         "client"

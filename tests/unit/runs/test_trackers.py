@@ -81,7 +81,7 @@ def test_a_library_that_is_missing_is_named(tracker: str, tmp_path: Path) -> Non
 
 
 def test_who_has_settings_of_its_own_takes_no_output(tmp_path: Path) -> None:
-    with pytest.raises(toolkit.InputError, match="--output: mlflow has settings of its own"):
+    with pytest.raises(toolkit.InputError, match="--output: mlflow has its own settings"):
         forward([ended(tmp_path / "run")], "mlflow", tmp_path)
 
 

@@ -96,12 +96,13 @@ def test_a_plan_that_fits_its_site_finds_nothing_and_submits_nothing() -> None:
             "scontrol show config: KillWait is 30s, and profile 's' says 15m; write kill_wait: 30s"
         ]),
         ({"partition": "mian"}, {}, [
-            "scontrol show partition: there is no partition 'mian'; there are high, low, main"
+            "scontrol show partition: partition 'mian' does not exist; this "
+            "cluster has high, low, main"
         ]),
         ({}, {"time_limit": "3d"}, [
             "scontrol show partition: "
             "time_limit 3d exceeds MaxTime 2d1h of partition 'main'; write time_limit: 2d1h "
-            "and let retries.requeue go on from there"
+            "and let retries.requeue continue from there"
         ]),
         ({"partition": "high"}, {"stop": {"grace": "5m"}}, [
             "scontrol show partition: "
@@ -148,7 +149,7 @@ def test_a_site_without_a_default_partition_wants_one_named() -> None:
     site = Site(partitions=PARTITIONS.replace("=YES", "=NO"))
     assert findings(site) == [
         "scontrol show partition: "
-        "no partition is the default one; name one of high, low, main in the profile"
+        "there is no default partition; name one of high, low, main in the profile"
     ]
 
 

@@ -204,7 +204,7 @@ def test_what_a_job_waits_for_is_told_in_words() -> None:
 @pytest.mark.parametrize(
     ("word", "reason", "state", "said"),
     [
-        ("SUSPENDED", "", "running", "SUSPENDED: `scontrol resume 1` lets it go on"),
+        ("SUSPENDED", "", "running", "SUSPENDED: `scontrol resume 1` resumes it"),
         (
             "PENDING",
             "job requeued in held state",

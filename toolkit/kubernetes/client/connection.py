@@ -305,9 +305,9 @@ class Connection:
                 configuration = client.Configuration()
                 config.load_incluster_config(client_configuration=configuration)
                 return client.ApiClient(configuration)
-            why = f"there is no {file}, and this is no pod of a cluster"
+            why = f"{file} does not exist, and this is not a pod"
         raise SchedulerMissing(
-            f"no Kubernetes cluster at hand: {why}; name a context in the profile, or set "
+            f"no Kubernetes cluster found: {why}; name a context in the profile, or set "
             "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` "
             "needs no Python client"
         )

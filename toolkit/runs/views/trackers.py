@@ -438,7 +438,7 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
     """
     kind = _KINDS[to]
     if output is not None and not kind.output:
-        raise InputError(f"{to} has settings of its own for that", place="--output")
+        raise InputError(f"{to} has its own settings for that", place="--output")
     try:
         open_one = kind.opener(output or Path(kind.output))
         yield [open_one(run) for run in runs]

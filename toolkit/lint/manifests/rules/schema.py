@@ -233,7 +233,7 @@ class _Checker:
             values = [other.get("default") if one is None else one for one, other in entries]
             key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
             if key in seen:
-                yield _Mismatch(item, f"{item.where} stands twice in the list: {', '.join(key)}")
+                yield _Mismatch(item, f"{item.where} is in the list twice: {', '.join(key)}")
             seen.add(key)
 
     def combined(self, view: View, schema: _Schema) -> _Mismatches:
