@@ -109,8 +109,11 @@ MANIFEST, STATE_FILE = "manifest.json", "state.json"
         (lambda p: manifest(p, step=-6), "from 0 to 9007199254740992 is wanted, not -6"),
         (lambda p: manifest(p, step=3), "is of step 3"),
         (lambda p: manifest(p, samples_seen=5), "samples_seen 384, not 5"),
-        (lambda p: listed(p, "../../../victim"), "lists '../../../victim', which is no file of"),
-        (lambda p: listed(p, "/etc/passwd"), "lists '/etc/passwd', which is no file of"),
+        (
+            lambda p: listed(p, "../../../victim"),
+            "lists '../../../victim', which is not a checkpoint",
+        ),
+        (lambda p: listed(p, "/etc/passwd"), "lists '/etc/passwd', which is not a checkpoint"),
         (lambda p: state(p, version=99), "99, not 1; a newer version of train/ wrote it"),
         (lambda p: state(p, "[]"), "a JSON object is wanted, not a list"),
         (lambda p: state(p, DEEP), "not a state (nested too deeply)"),

@@ -408,7 +408,7 @@ def test_podman_gets_the_gpus_of_the_step_by_their_numbers(
             "apptainer",
             {"image": "debian:12", "mounts": [{"source": "/srv/root", "target": "/"}]},
             {},
-            "mounts[0]: '/' is the container's own; choose another target",
+            "mounts[0]: '/' belongs to the container; choose another target",
         ),
         (
             "podman",

@@ -212,7 +212,7 @@ def main() -> None:
             name = error.ctx.command.name if error.ctx else None
             if name in ("run", "submit", "render"):
                 args = f"args: [{error.option_name}, …]"
-                say(f"Options of the script belong into the job file: {args}", err=True)
+                say(f"Put the options of the script into the job file: {args}", err=True)
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
         for problem in first_of(error.problems, "problems"):

@@ -39,7 +39,7 @@ def _text(value: object) -> object:
     """Return a number as text; booleans and text stay as they are."""
     types.refuse_ambiguous(value)
     if value is None:
-        raise ValueError('nothing is written here; write "" for an empty string')
+        raise ValueError('the value is missing; write "" for an empty string')
     if isinstance(value, tuple | list | dict):
         kind = "a mapping" if isinstance(value, dict) else "a list"
         raise ValueError(f"a point has one value, not {kind}; write it as the program takes it")

@@ -254,7 +254,7 @@ Via = Annotated[
     Text,
     *matching(
         "ssh ([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*",
-        "write ssh HOST or ssh USER@HOST; other settings of ssh belong into ~/.ssh/config",
+        "write ssh HOST or ssh USER@HOST; put other ssh settings into ~/.ssh/config",
     ),
 ]
 """How the login node is reached."""

@@ -36,7 +36,7 @@ _LEVELS = {"path": ("privileged",), "nfs": ("privileged", "baseline")}
 """Pod Security levels that allow a kind of volume; every level allows the other kinds (Pod
 Security Standards: hostPath, volume types)."""
 
-_NO_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
+_NO_COLON = "Kubernetes does not allow ':' in the mount path {!r}; choose another path"
 
 
 def kubernetes_problems(
@@ -48,15 +48,15 @@ def kubernetes_problems(
         if place is not None and place.file is not None:
             yield refusal(
                 "secret-not-in-cluster",
-                f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} "
-                f"for profile {profile.name!r}",
+                f"secrets: {name!r} is in a file, which pods cannot see; write {{secret: …, "
+                f"key: …}} for profile {profile.name!r}",
                 *("secrets", name),
             )
         elif place is None and profile.secret is None:
             yield refusal(
                 "secret-not-in-cluster",
-                f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
-                f"the key 'secret' in profile {profile.name!r}",
+                f"secrets: {name} has no source; write {{{name}: {{secret: …, key: …}}}} in the "
+                f"job, or the key 'secret' in profile {profile.name!r}",
                 *("secrets", name),
             )
     yield from _overwritten_variables(job, profile)
@@ -184,7 +184,7 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
         if ".." in folders.get(mount.kind, "").split("/"):
             yield refusal(
                 "mount-unwritable",
-                f"{place}: Kubernetes takes no '..' in {mount.source!r}; write the path out",
+                f"{place}: Kubernetes does not allow '..' in {mount.source!r}; write the full path",
                 *key,
             )
         allowed = _LEVELS.get(mount.kind)

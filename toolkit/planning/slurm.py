@@ -342,5 +342,5 @@ def _mount_problems(mount: Mount, runtime: str) -> Iterator[tuple[str, str]]:
     if mount.target.rstrip("/") in plans.OWN_FOLDERS:
         yield (
             "mount-target-taken",
-            f"{mount.target!r} is the container's own; choose another target",
+            f"{mount.target!r} belongs to the container; choose another target",
         )

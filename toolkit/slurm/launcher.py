@@ -322,7 +322,7 @@ class InterruptedRun(SlurmRun):
             return RunStatus(state=RunState.UNKNOWN, reason=reason or cut)
         return RunStatus(
             state=RunState.FAILED,
-            reason="its submission was cut short, and Slurm never got it; "
+            reason="its submission was cut short, and Slurm never received the job; "
             f"`toolkit resubmit {self.name}` submits it",
         )
 

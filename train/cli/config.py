@@ -318,7 +318,7 @@ class ConfigField:
             value = self.kind(text)
         except ValueError:
             what = "whole number" if self.kind is int else "number"
-            raise ValueError(f"{self.flag} {text!r} is no {what}") from None
+            raise ValueError(f"{self.flag} {text!r} is not a {what}") from None
         if problem := self.problem_of(value):
             raise ValueError(f"{self.flag}{problem}")
         return value

@@ -60,7 +60,7 @@ def open_folder(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
-        why = "is a link, which is not followed" if path.is_symlink() else "is no folder"
+        why = "is a link, which is not followed" if path.is_symlink() else "is not a folder"
         raise Refused(path, why) from None
 
 

@@ -97,7 +97,7 @@ def test_names_of_points_are_short_safe_and_unique(grid: dict[str, list[str]]) -
         ("{grid: {--lr: 0.1}}", "sweep.grid.--lr: must be a list, not 0.1"),
         ("{grid: {--lr: [1e-3]}}", 'write "1e-3" if you mean the text'),
         ("{grid: {--lr: [0.10]}}", '0.10 is read as 0.1; write "0.10" if you mean the text'),
-        ("{grid: {--lr: [null]}}", "nothing is written here"),
+        ("{grid: {--lr: [null]}}", "the value is missing"),
         ("{grid: {--lr: [[1]]}}", "a point has one value, not a list"),
         ("{grid: {resources.nnodes: [1, 2]}}", "'resources.nnodes' cannot vary"),
         ("{grid: {time_limit: [1h]}}", "'time_limit' cannot vary"),
@@ -281,7 +281,7 @@ def test_one_question_tells_where_all_points_stand(tmp_path: Path) -> None:
         f"run_dir:   {sweep.run_dir}",
         "0000-a=0  FAILED     NonZeroExitCode",
         "0001-a=1  RUNNING",
-        "0002-a=2  PENDING    JobArrayTaskLimit: as many points run as may run at once",
+        "0002-a=2  PENDING    JobArrayTaskLimit: the limit of points that run at once is reached",
         "0003-a=3  CANCELLED  never started",
         "0004-a=4  SUCCEEDED  step 7, loss 0.25",
     ]

@@ -165,7 +165,7 @@ def test_all_mistakes_are_named_at_once() -> None:
     assert problems("--epoch=3", "--lr=fast", "--steps=0", "--no-such", "x") == [
         "unknown flag '--epoch'; did you mean '--epochs'?",
         "unknown flag '--no-such'",
-        "--lr 'fast' is no number",
+        "--lr 'fast' is not a number",
         "--steps 0 is too small: at least 1",
     ]
     assert len(problems("--steps=3", "--epochs=2", "--dropout=2", "--init-method=x", "--tp=3")) == 4

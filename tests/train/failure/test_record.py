@@ -226,9 +226,9 @@ def test_a_usage_error_does_not_touch_the_outcome_of_a_run_that_somebody_has_goi
     # torchrun's second try has a higher number than the live run's first.
     torchrun = ("--standalone", "--max-restarts=1")
     mistyped = start.ranks(1, "--lr=nope", run_dir=run_dir, torchrun=torchrun).finish(1)
-    assert mistyped.output().count("train: --lr 'nope' is no number") == 2
+    assert mistyped.output().count("train: --lr 'nope' is not a number") == 2
     # Of the last try, also in torchrun's report.
-    assert mistyped.output().count("traceback : --lr 'nope' is no number") == 1
+    assert mistyped.output().count("traceback : --lr 'nope' is not a number") == 1
     assert live.outcome() == before
     # A launcher that starts the run again gets the error: that is a new attempt.
     start.single("--lr", "nope", run_dir=run_dir, attempt=1).finish(2)

@@ -110,8 +110,8 @@ def test_hsdp_shards_within_a_node_and_replicates_across_nodes() -> None:
             "single",
             2,
             {},
-            "--strategy single uses one process, but there are 2: each would train a model of its "
-            "own; use --strategy ddp, or start one process",
+            "--strategy single uses one process, but there are 2: each would train a separate "
+            "model; use --strategy ddp, or start one process",
         ),
         (
             "manual",

@@ -253,8 +253,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (
         "ByHand",
         DDP,
-        "task 'deep': parameter 'rows' has sparse gradients, which --strategy ddp exchanges for an "
-        "nn.Embedding or nn.EmbeddingBag beside other layers only: use one in place of "
+        "task 'deep': parameter 'rows' has sparse gradients. --strategy ddp exchanges them only "
+        "for an nn.Embedding or nn.EmbeddingBag beside other layers: use one instead of "
         "functional.embedding(), or dense gradients (sparse=False)",
     ),
 ]

@@ -101,11 +101,11 @@ OLD = {"task": "old.py:T", "lr": 0.1, "seed": 0, "train_samples": 9, "hidden": 8
 @pytest.mark.parametrize(
     ("now", "adopt", "reason"),
     [
-        ({}, None, "add --adopt old.py:T if its task is the same as this one, or give"),
-        ({}, "other.py:T", "--adopt other.py:T does not fit, as its task is 'old.py:T': give"),
-        ({"lr": 0.2}, "old.py:T", "--adopt old.py:T does not fit, as lr must not differ: give"),
-        ({"lr": 0.2}, None, "give"),
-        ({"train_samples": 8}, "old.py:T", "as train_samples must not differ: give"),
+        ({}, None, "add --adopt old.py:T if its task is the same as this one, or use"),
+        ({}, "other.py:T", "--adopt other.py:T does not fit, as its task is 'old.py:T': use"),
+        ({"lr": 0.2}, "old.py:T", "--adopt old.py:T does not fit, as lr must not differ: use"),
+        ({"lr": 0.2}, None, "use another"),
+        ({"train_samples": 8}, "old.py:T", "as train_samples must not differ: use"),
         ({}, "old.py:T", ""),
         ({"hidden": 9}, "old.py:T", ""),
     ],

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "after": ("after: [probe-1]", "after: only Slurm lets a job wait for another"),
     "elastic": ("resources: {nnodes: {min: 1, max: 2}}", "needs retries.in_job"),
     "stop": ("stop: {grace: 5m}\ntime_limit: 5m", "stop.grace 5m does not fit"),
-    "stall": ("stall_timeout: never\nlog_pattern: '(?P<step>x)'", "log_pattern is read by the"),
+    "stall": ("stall_timeout: never\nlog_pattern: '(?P<step>x)'", "log_pattern needs the"),
     "notify": ("notify: {webhook: $HOOK}", "notify.webhook is $HOOK, which is not a secret of"),
     "key": ("nnode: 1", "unknown key 'nnode'"),
     "none": ("module: null", "give one of module, script and command"),
@@ -151,7 +151,7 @@ def test_flags_beside_a_configuration_that_is_elsewhere_are_read(toolkit: Toolki
         assert status == 1
         assert [line.partition("args: ")[2] for line in found.splitlines()] == [
             "unknown flag '--epoch'; did you mean '--epochs'?",
-            "--lr 'high' is no number",
+            "--lr 'high' is not a number",
         ]
 
 
@@ -163,7 +163,7 @@ def test_each_point_of_a_sweep_is_read_and_a_problem_of_all_is_told_once(toolkit
     assert status == 1
     assert [line.partition("args: ")[2] for line in found.splitlines()] == [
         "unknown flag '--epoch'; did you mean '--epochs'?",
-        "point 2 and 1 more: --lr 'high' is no number",
+        "point 2 and 1 more: --lr 'high' is not a number",
     ]
 
 

@@ -85,7 +85,7 @@ job.yaml:20: env.RANK: 'RANK' is set by torchrun, the scheduler or the toolkit; 
 job.yaml:21: env.A-B: 'A-B' cannot be used; use letters, digits and underscores, no digit first
 job.yaml:22: as a key, ON is a boolean to YAML 1.1; write "ON" if you mean the text
 job.yaml:22: env.ON: on is a boolean to YAML 1.1; write "on" if you mean the text
-job.yaml:23: env.Z: nothing is written here; write "" for an empty string
+job.yaml:23: env.Z: the value is missing; write "" for an empty string
 job.yaml:24: env.NIL: null is not a string to YAML; write "null"
 job.yaml:25: env.NUL: '\\x00' holds a NUL byte, which no argument or variable can hold
 job.yaml:26: duplicate key 'LR'; the first is at job.yaml:19

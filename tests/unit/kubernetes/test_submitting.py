@@ -158,7 +158,9 @@ def test_what_is_no_api_server_is_told(site: Site) -> None:
     site.server.faults = [Fault(method="GET", status=404, text="<html>", times=9)]
     run = site.submit()
     site.server.faults = [Fault(method="GET", status=201, text="<html>log in</html>")]
-    with pytest.raises(LauncherError, match=r"is no Kubernetes API server: b'<html>log in</html>'"):
+    with pytest.raises(
+        LauncherError, match=r"is not a Kubernetes API server: b'<html>log in</html>'"
+    ):
         run.status()
 
 

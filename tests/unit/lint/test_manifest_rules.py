@@ -431,7 +431,7 @@ def test_the_kinds_that_are_not_checked_are_named(tmp_path: Path) -> None:
     path.write_text(odd)
     done = CliRunner().invoke(cli, ["check", str(path)])
     assert (done.exit_code, done.stdout) == (0, f"{path}: fine\n")
-    assert "the fields of Oddity (example.com) are not checked; --schemas" in done.stderr
+    assert "the fields of Oddity (example.com) are not checked; add --schemas" in done.stderr
     done = CliRunner().invoke(cli, ["check", str(path), str(path), "--json"])
     assert (json.loads(done.stdout), "Oddity" in done.stderr) == ([], True)
     assert "Bake (example.com)" in unchecked_kinds(SCHEMAS / "bakes.yaml")

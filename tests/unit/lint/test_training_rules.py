@@ -92,4 +92,4 @@ def test_options_for_jobs_are_refused(option: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = CliRunner().invoke(cli, ["check", str(tmp_path / "train.py"), option])
     assert done.exit_code == 2
-    assert "of a training script only its Python is read" in done.output
+    assert "a training script is only checked as Python code" in done.output

@@ -229,8 +229,8 @@ def test_what_is_no_name_of_an_image_is_refused_where_nodes_pull_it(image: str) 
 def test_kubernetes_needs_to_know_where_secrets_are() -> None:
     spec = job(secrets={"A": None, "B": {"secret": "s", "key": "k"}, "C": None})
     assert refusal(spec, site("kubernetes")).splitlines() == [
-        f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the key "
-        "'secret' in profile 'a100'"
+        f"secrets: {name} has no source; write {{{name}: {{secret: …, key: …}}}} in the job, or "
+        "the key 'secret' in profile 'a100'"
         for name in "AC"
     ]
     assert plan(spec, site("kubernetes", secret="keys")).secrets == {
@@ -275,8 +275,8 @@ def test_all_reasons_come_at_once() -> None:
         "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
         "and time_limit is 10s",
         "profile 'a100' runs containers; the job needs the key 'image'",
-        "secrets: where is S? Write {S: {secret: …, key: …}} in the job, or the key 'secret' in "
-        "profile 'a100'",
+        "secrets: S has no source; write {S: {secret: …, key: …}} in the job, or the key "
+        "'secret' in profile 'a100'",
         "mounts[0]: Pod Security 'restricted' of profile 'a100' allows no folder of the node "
         "('/a'); write claim:NAME",
     ]
@@ -325,7 +325,7 @@ def test_all_reasons_come_at_once() -> None:
             "mount-unwritable",
             {"mounts": [mount("/x/../y", "/x")]},
             {"pod_security": "privileged"},
-            "write the path out",
+            "write the full path",
         ),
         (
             "mount-target-taken",

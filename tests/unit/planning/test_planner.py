@@ -275,7 +275,7 @@ def test_the_same_few_and_many_are_a_plain_number() -> None:
         ({}, {}, "nnodes with min and max needs retries.in_job: without it, no rank starts again "
          "after a node is lost or has come"),
         ({"retries": {"in_job": 1}}, {"gpus_flag": "gpus-per-task"},
-         "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
+         "nnodes with min and max does not work with gpus-per-task, since Slurm chooses the "
          "tasks there are; write gpus_flag: gres"),
     ],
 )  # fmt: skip

@@ -138,7 +138,7 @@ def test_what_the_site_contradicts_is_told_with_the_way_out(
 def test_a_site_that_cancels_what_it_preempts_is_told() -> None:
     site = Site(config=CONFIG.replace("REQUEUE", "GANG,CANCEL").replace("22.05.8", "20.11.9"))
     assert findings(site) == [
-        "scontrol show config: SLURM_VERSION is 20.11.9, and the script is tried with 22.05 and "
+        "scontrol show config: SLURM_VERSION is 20.11.9, and the script is tested with 22.05 and "
         "later; try a requeue before you rely on it"
     ]
     found = findings(site, retries={"requeue": 1})

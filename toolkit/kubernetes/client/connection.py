@@ -170,7 +170,7 @@ class Connection:
             except ValueError as error:
                 host = self.connect().configuration.host
                 raise LauncherError(
-                    f"what answers at {host} is no Kubernetes API server: {text[:60]!r}"
+                    f"what answers at {host} is not a Kubernetes API server: {text[:60]!r}"
                 ) from error
 
         attempts = _READ_ATTEMPTS if method in ("GET", "DELETE") else 1
