@@ -414,7 +414,7 @@ def secrets_by_name(value: object) -> object:
     if not isinstance(value, tuple | list):
         raise PydanticCustomError("secrets_type", "names are wanted")
     names = [item for item in value if isinstance(item, str)]
-    problems = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    problems = [f"expected a name, not {item!r}" for item in value if not isinstance(item, str)]
     problems += (name.reason for name in names if isinstance(name, Ambiguous))
     problems += (
         f"{name!r} is listed twice" for name in sorted(set(names)) if names.count(name) > 1

@@ -186,7 +186,7 @@ class Config:
     """Prove before the first step that one process would train the same, or refuse; --no-verify: do
     not (default: at a first start, where it takes less than a minute and half of the memory)."""
     accept: str | None = None
-    """Differences to one process that are wanted, such as `batch-norm,loss-mixes-samples`."""
+    """Accepted differences from one process, such as `batch-norm,loss-mixes-samples`."""
     verify_only: bool = False
     """Make the proof of --verify, and train nothing."""
     dry_run: bool = False

@@ -72,7 +72,7 @@ def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) 
     if name is not None and any(refusing.values()):
         flags = ", ".join(flag for flag, refuses in refusing.items() if refuses)
         raise UsageError(
-            f"task {task!r}: {name} has sparse gradients, which do not go with {flags}; use dense "
-            "ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with --strategy "
-            "ddp"
+            f"task {task!r}: {name} has sparse gradients, which cannot be combined with {flags}; "
+            "use dense ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 "
+            "with --strategy ddp"
         )

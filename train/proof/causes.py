@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..tasks.base import Task
 
 UNKNOWN = (
-    "the cause is not known; what a pass through the model depends on, beside its inputs and its "
-    "registered parameters and buffers, is the first thing to look at; use another --strategy"
+    "the cause is unknown; first check what a pass through the model depends on besides its inputs "
+    "and its registered parameters and buffers, or use another --strategy"
 )
 
 

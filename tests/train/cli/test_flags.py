@@ -139,7 +139,7 @@ def test_the_uses_of_a_trained_model_exclude_each_other_and_a_dry_run() -> None:
         "--evaluate-only and --predict are two uses of a model: give one of them"
     ]
     assert problems("--predict=x", "--dry-run") == [
-        "--predict does not go with --dry-run, which loads no model: leave out one"
+        "--predict cannot be combined with --dry-run, which loads no model: leave out one"
     ]
     assert problems("--checkpoint=3") == [
         "--checkpoint 3 belongs to --evaluate-only or --predict, and would be ignored here: leave "
@@ -263,11 +263,11 @@ def test_what_contradicts_each_other_is_refused() -> None:
     for strategy in ("local-sgd", "ps"):
         (fp16,) = problems(f"--strategy={strategy}", "--precision=fp16", rank_info=ranks(2))
         assert fp16 == (
-            f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
+            f"--strategy {strategy} cannot be combined with --precision fp16: ranks that step by "
             "themselves would scale their losses differently; use --precision bf16"
         )
     (norm,) = problems("--strategy=ps", "--sync-batch-norm", rank_info=ranks(2))
-    assert norm.startswith("--strategy ps does not go with --sync-batch-norm, ")
+    assert norm.startswith("--strategy ps cannot be combined with --sync-batch-norm, ")
     (exact,) = problems("--reduce=exact", "--strategy=fsdp", rank_info=ranks(2))
     assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
     (shards,) = problems("--reduce=exact", rank_info=ranks(3))

@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_by_the_training_but_not_if_it_wa
     assert used(copy, evaluate_only=True) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"digits, step {STEPS[0]}: ")
-    assert err.startswith(f"train: passing over a damaged checkpoint: {path}: ")
+    assert err.startswith(f"train: skipping a damaged checkpoint: {path}: ")
     assert refused(copy, checkpoint=STEPS[-1]).startswith(
         f"{copy} has no whole checkpoint of step {STEPS[-1]}\n  {path}: "
     )

@@ -176,9 +176,9 @@ ZERO_BUBBLE: dict[str, object] = {
     "strategy": "pp", "micro_batch": 2, "pp_schedule": "ZBVZeroBubble",
 }  # fmt: skip
 SPARSE = (
-    "task 'deep': layer '0' (Embedding, sparse=True) has sparse gradients, which do not go with "
-    "{}; use dense ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with "
-    "--strategy ddp"
+    "task 'deep': layer '0' (Embedding, sparse=True) has sparse gradients, which cannot be "
+    "combined with {}; use dense ones (sparse=False), or --optimizer sgd --momentum 0 "
+    "--weight-decay 0 with --strategy ddp"
 )
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Words", {"strategy": "fsdp"}, SPARSE.format("--strategy fsdp")),
@@ -298,7 +298,9 @@ def test_sparse_gradients_are_refused_before_a_step_where_an_option_cannot_take_
     assert refusal(0, 1, tmp_path, **words) == SPARSE.format(flags)
     rows = {**PLAIN, "task": f"{NAME}ByHand", "momentum": 0.9}
     by_hand = refusal(0, 1, tmp_path, steps=1, **rows)
-    assert by_hand.startswith("task 'deep': parameter 'rows' has sparse gradients, which do not go")
+    assert by_hand.startswith(
+        "task 'deep': parameter 'rows' has sparse gradients, which cannot be combined"
+    )
 
 
 def test_sparse_gradients_train_as_dense_ones_do(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_secrets_are_names_or_places() -> None:
     assert listed.secrets == {"A": None, "B": None}
     assert listed == read("name: a\nmodule: m\nsecrets: {A: , B: null}\n")
     assert of_job("secrets:\n- 1\n- no\n- A\n- A\n- [x]") == (
-        "job.yaml:3: secrets: a name is wanted, not 1; a name is wanted, not ('x',); no is a "
+        "job.yaml:3: secrets: expected a name, not 1; expected a name, not ('x',); no is a "
         "boolean to YAML 1.1; write \"no\" if you mean the text; 'A' is listed twice"
     )
     assert of_job("secrets: [a-b]") == (
