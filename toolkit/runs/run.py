@@ -485,7 +485,7 @@ class ForeignRun(ShownRun):
     def __init__(self, record: RunRecord) -> None:
         super().__init__(
             record,
-            f"{record.run_dir} is not in your list of runs and may be anybody's; --trust believes "
+            f"{record.run_dir} is not in your list of runs and may be anyone's; --trust believes "
             "what it says of its jobs, hosts and clusters",
         )
 

@@ -121,7 +121,7 @@ def test_a_token_that_has_become_too_old_is_read_again(
     known = yaml.safe_load(file.read_text())
     known["users"][0]["user"] = {"token": "renewed"}
     server.tokens = {"renewed"}
-    with pytest.raises(LauncherError, match=r"credentials \(Unauthorized\); log in anew"):
+    with pytest.raises(LauncherError, match=r"credentials \(Unauthorized\); log in again"):
         run.status()
     file.write_text(yaml.safe_dump(known))
     assert run.status() == status(PENDING)

@@ -397,7 +397,7 @@ def test_who_is_killed_leaves_a_pod_that_ends_by_itself(
             lambda: server.object("Pod", pod)["status"]["phase"] in ("Failed", "Succeeded"),
             "it has ended",
         )
-        with pytest.raises(LauncherError, match=f"pod {pod} does not run any more"):
+        with pytest.raises(LauncherError, match=f"pod {pod} is no longer running"):
             files.write("x", b"y")
 
 

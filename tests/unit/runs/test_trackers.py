@@ -102,7 +102,9 @@ def test_prometheus_gets_the_newest_figures_of_all_runs(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "thesis.txt"
     target.write_text("of years\n")
-    with pytest.raises(toolkit.InputError, match=r"thesis\.txt: is there and was not made here"):
+    with pytest.raises(
+        toolkit.InputError, match=r"thesis\.txt: exists and was not created by the toolkit"
+    ):
         forward([ended(tmp_path / "run")], "prometheus", target)
     assert target.read_text() == "of years\n"
 

@@ -366,7 +366,9 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     ):
         return NotServed(words)
     if status == 401:
-        return LauncherError(f"the cluster does not accept your credentials ({words}); log in anew")
+        return LauncherError(
+            f"the cluster does not accept your credentials ({words}); log in again"
+        )
     if status == 429 or (status >= 500 and not all(part in words for part in _UNKNOWN_FIELD)):
         wait_s = None
         with contextlib.suppress(KeyError, ValueError):

@@ -92,7 +92,7 @@ class Cluster:
         keys = ("uid",) if changed else ("uid", "resourceVersion")
         if missing := [key for key in keys if key not in metadata]:
             raise LauncherError(
-                f"{metadata['name']} is not deleted: the API server does not tell its "
+                f"{metadata['name']} is not deleted: the API server does not report its "
                 f"{' and '.join(missing)}"
             )
         # Foreground: the object exists until its pods have ended, so every client can see it stop.

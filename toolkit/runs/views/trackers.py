@@ -70,7 +70,7 @@ class TensorBoardFolder(Tracker):
         self._folder, self._files = folder, 0
         if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
             raise InputError(
-                "is there and holds other files; name another folder with --output",
+                "exists and contains other files; name another folder with --output",
                 place=str(folder),
             )
         try:
@@ -316,7 +316,9 @@ class PrometheusFile:
         with contextlib.suppress(FileNotFoundError):
             content = untrusted.read_bytes(path)
             if content and not content.startswith(self.HEAD):
-                message = "is there and was not made here; name another file with --output"
+                message = (
+                    "exists and was not created by the toolkit; name another file with --output"
+                )
                 raise InputError(message, place=str(path))
         self.path = path
         self.registry = CollectorRegistry()
