@@ -106,7 +106,7 @@ WRONG = {
     "both": ("--steps 3 --epochs 3", "--steps and --epochs both say when to end"),
     "mesh": ("--strategy fsdp --dp-shard 3", "3"),
     "task": ("--task digit", "unknown task 'digit'; did you mean 'digits'?"),
-    "file": ("--task mine.py:Mine", "there is no file"),
+    "file": ("--task mine.py:Mine", "/mine.py does not exist"),
     "config": ("--config none.toml", "--config none.toml: No such file or directory"),
     "key": ("--config some.toml", "some.toml:1: unknown key 'epoch'; did you mean 'epochs'?"),
 }

@@ -79,7 +79,7 @@ def test_a_broken_kubeconfig_is_no_traceback(tmp_path: Path) -> None:
     file = tmp_path / "config"
     for broken in ("{", "[]", "a: b", ""):
         file.write_text(broken)
-        with pytest.raises(SchedulerMissing, match="no Kubernetes cluster at hand"):
+        with pytest.raises(SchedulerMissing, match="no Kubernetes cluster found"):
             submit_by({"KUBECONFIG": str(file), "HOME": str(tmp_path)})
 
 

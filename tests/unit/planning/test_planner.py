@@ -276,7 +276,7 @@ def test_the_same_few_and_many_are_a_plain_number() -> None:
          "after a node is lost or has come"),
         ({"retries": {"in_job": 1}}, {"gpus_flag": "gpus-per-task"},
          "nnodes with min and max does not work with gpus-per-task, since Slurm chooses the "
-         "tasks there are; write gpus_flag: gres"),
+         "number of tasks; write gpus_flag: gres"),
     ],
 )  # fmt: skip
 def test_what_a_range_of_nodes_needs(
