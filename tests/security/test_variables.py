@@ -104,7 +104,7 @@ def test_a_secret_with_a_name_of_the_script_is_refused(kind: str, name: str) -> 
 )
 @pytest.mark.parametrize("kind", ["slurm", "local"])
 def test_a_secret_that_the_shell_takes_for_its_own_is_refused(kind: str, name: str) -> None:
-    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' means something to the"):
+    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' has a meaning in the"):
         planned(kind, {"secrets": [name]})
 
 
