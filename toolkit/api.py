@@ -89,7 +89,7 @@ def _planned(
 ) -> LaunchPlan:
     if isinstance(job, LaunchPlan):
         if to is not None:
-            raise ProfileError("a plan is for the profile that it was made with; leave `to` out")
+            raise ProfileError("a plan already has a profile; leave `to` out")
         return job
     if to is None:
         to = default or require_default_profile()

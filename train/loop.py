@@ -404,7 +404,7 @@ class Trainer:
         # As for a checkpoint: when the first rank leaves, the others are ended.
         self.group.on_rank_0(write)
         self.console.say(
-            f"{reason} after step {progress.step}/{progress.steps}; start again to go on · "
+            f"{reason} after step {progress.step}/{progress.steps}; start again to continue · "
             f"run directory {self.directory.path}"
         )
 

@@ -71,7 +71,7 @@ def test_the_profile_of_another_user_above_the_project_is_passed_over(shared: Pa
     assert done.returncode == 0, done.stderr
     assert not list(shared.rglob("PLANTED"))
     owner = f"{shared}/slurm belongs to another user (nobody)"
-    assert f"note: {owner}; it is passed over\n" in done.stderr
+    assert f"note: {owner}; it is ignored\n" in done.stderr
     for words in (["check"], ["render", "--to=local"]):
         assert owner in command(mine, words[0], "job.yaml", *words[1:], "--to=local").stderr
     with pytest.raises(ProfileError, match=re.escape(f"not searched: {owner}")):

@@ -234,7 +234,7 @@ def test_another_repository_is_neither_recorded_nor_copied(
     (private / "train.py").write_text("private\n")
     lead(project, private)
     assert "git" not in provenance.collect(project)
-    with pytest.raises(LauncherError, match="names another repository or working tree"):
+    with pytest.raises(LauncherError, match="points to another repository or working tree"):
         working_tree(project)
 
 

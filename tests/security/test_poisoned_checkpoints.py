@@ -89,42 +89,45 @@ MANIFEST, STATE_FILE = "manifest.json", "state.json"
 @pytest.mark.parametrize(
     ("poison", "reason"),
     [
-        (lambda p: special(p / MANIFEST, "pipe"), "is a pipe, no regular file"),
+        (lambda p: special(p / MANIFEST, "pipe"), "is a pipe, not a regular file"),
         (lambda p: special(p / MANIFEST, "link"), "is a link, which is not followed"),
         (lambda p: special(p / MANIFEST, "device"), "is a link, which is not followed"),
         (lambda p: special(p / MANIFEST, "large"), "has more than 16777216 bytes"),
-        (lambda p: special(p / MANIFEST, "folder"), "is a folder, no regular file"),
-        (lambda p: special(p / STATE_FILE, "pipe"), "is a pipe, no regular file"),
+        (lambda p: special(p / MANIFEST, "folder"), "is a folder, not a regular file"),
+        (lambda p: special(p / STATE_FILE, "pipe"), "is a pipe, not a regular file"),
         (lambda p: special(p / STATE_FILE, "link"), "is a link, which is not followed"),
-        (lambda p: special(p / FILE, "pipe"), "is a pipe, no regular file"),
+        (lambda p: special(p / FILE, "pipe"), "is a pipe, not a regular file"),
         (lambda p: special(p / FILE, "device"), "is a link, which is not followed"),
         (lambda p: special(p / FILE, "large"), "21474836480 bytes, not"),
         (lambda p: (p / MANIFEST).write_text(DEEP), "not a manifest (nested too deeply)"),
         (lambda p: (p / MANIFEST).write_text('{"files": {}}'), "not a manifest (no 'version')"),
         (lambda p: manifest(p, files={}), "lists no state.json"),
         (lambda p: manifest(p, files={"state.json": {}}), "lists no file of tensors"),
-        (lambda p: manifest(p, files=[1]), "a JSON object is wanted, not a list"),
-        (lambda p: manifest(p, files={FILE: 5, "state.json": {}}), "is wanted, not 5"),
+        (lambda p: manifest(p, files=[1]), "expected a JSON object, not a list"),
+        (lambda p: manifest(p, files={FILE: 5, "state.json": {}}), "expected a JSON object, not 5"),
         (lambda p: manifest(p, version="9" * 5000), "format version '999"),
-        (lambda p: manifest(p, step=-6), "from 0 to 9007199254740992 is wanted, not -6"),
+        (lambda p: manifest(p, step=-6), "from 0 to 9007199254740992, not -6"),
         (lambda p: manifest(p, step=3), "is of step 3"),
         (lambda p: manifest(p, samples_seen=5), "samples_seen 384, not 5"),
-        (lambda p: listed(p, "../../../victim"), "lists '../../../victim', which is no file of"),
-        (lambda p: listed(p, "/etc/passwd"), "lists '/etc/passwd', which is no file of"),
+        (
+            lambda p: listed(p, "../../../victim"),
+            "lists '../../../victim', which is not a checkpoint",
+        ),
+        (lambda p: listed(p, "/etc/passwd"), "lists '/etc/passwd', which is not a checkpoint"),
         (lambda p: state(p, version=99), "99, not 1; a newer version of train/ wrote it"),
-        (lambda p: state(p, "[]"), "a JSON object is wanted, not a list"),
+        (lambda p: state(p, "[]"), "expected a JSON object, not a list"),
         (lambda p: state(p, DEEP), "not a state (nested too deeply)"),
-        (lambda p: state(p, step=HUGE), "is wanted, not a larger one"),
-        (lambda p: state(p, step=-5), "is wanted, not -5"),
+        (lambda p: state(p, step=HUGE), "to 9007199254740992, not a larger one"),
+        (lambda p: state(p, step=-5), "to 9007199254740992, not -5"),
         (lambda p: state(p, step=3), "step 3, not 6"),
-        (lambda p: state(p, samples_seen="x"), "is wanted, not 'x'"),
+        (lambda p: state(p, samples_seen="x"), "to 9007199254740992, not 'x'"),
         (lambda p: state(p, samples_seen=640), "samples_seen 640, not 384"),
-        (lambda p: state(p, world_size=True), "is wanted, not True"),
-        (lambda p: state(p, identity="x"), "a JSON object is wanted, not 'x'"),
-        (lambda p: state(p, config=None), "a JSON object is wanted, not null"),
-        (lambda p: state(p, frozen={"a": 1}), "'frozen' is no list"),
-        (lambda p: state(p, frozen=[5]), "a string is wanted, not 5"),
-        (lambda p: state(p, loss="low"), "a number is wanted, not 'low'"),
+        (lambda p: state(p, world_size=True), "to 9007199254740992, not True"),
+        (lambda p: state(p, identity="x"), "expected a JSON object, not 'x'"),
+        (lambda p: state(p, config=None), "expected a JSON object, not null"),
+        (lambda p: state(p, frozen={"a": 1}), "'frozen' is not a list"),
+        (lambda p: state(p, frozen=[5]), "expected a string, not 5"),
+        (lambda p: state(p, loss="low"), "expected a number, not 'low'"),
         (lambda p: state(p, scaler={"x": 1}), "no 'scale'"),
         (lambda p: state(p, scaler={"scale": 0, "good_steps": 0}), "cannot be scaled by 0"),
     ],
@@ -330,7 +333,9 @@ def test_a_start_goes_on_from_the_checkpoint_before_a_pipe(tmp_path: Path) -> No
     state(run_dir / "checkpoints/attempt-0/step-00000001", extra="of a later version")
     ended = start(*flags, "--steps=3")
     assert ended.returncode == 0, ended.stderr
-    skipped = f"skipping a damaged checkpoint: {newest}/manifest.json: is a pipe, no regular file\n"
+    skipped = (
+        f"skipping a damaged checkpoint: {newest}/manifest.json: is a pipe, not a regular file\n"
+    )
     assert skipped in ended.stdout
     assert "resuming after step 1/3" in ended.stdout
 

@@ -128,11 +128,11 @@ def test_a_template_puts_no_other_file_into_a_script(tmp_path: Path) -> None:
     made = toolkit.plan(toolkit.JobSpec(name="a", module="m"), profile)
     for include, message in [
         ("local/key.j2", "leads out of templates_dir"),
-        ("local/../../key.j2", "there is no template"),
-        ("local/key.txt", "there is no template 'local/key.txt'; their names end in .j2"),
-        (".env", "there is no template '.env'; their names end in .j2"),
-        (".hidden.j2", "there is no template '.hidden.j2'"),
-        (str(secret), "there is no template"),
+        ("local/../../key.j2", "template 'local/../../key.j2' does not exist"),
+        ("local/key.txt", "template 'local/key.txt' does not exist; template names end in .j2"),
+        (".env", "template '.env' does not exist; template names end in .j2"),
+        (".hidden.j2", "template '.hidden.j2' does not exist"),
+        (str(secret), f"template {str(secret)!r} does not exist"),
     ]:
         (folder / "run.sh.j2").write_text(f"{{% include '{include}' %}}")
         with pytest.raises(toolkit.RenderError, match=re.escape(message)):
@@ -153,7 +153,7 @@ def test_macros_of_another_file_are_called(tmp_path: Path) -> None:
     made = toolkit.plan(toolkit.JobSpec(name="a-7", module="m"), profile)
     assert toolkit.render(made) == "aabb007"
     (folder / "run.sh.j2").write_text("\n{{ '\\ud800' }}")
-    with pytest.raises(toolkit.RenderError, match="which is no character"):
+    with pytest.raises(toolkit.RenderError, match="which is not a character"):
         toolkit.render(made)
 
 

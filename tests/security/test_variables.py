@@ -95,7 +95,8 @@ def test_every_variable_of_a_script_has_a_name_that_no_secret_has(
 @pytest.mark.parametrize("kind", ["slurm", "local", "kubernetes"])
 def test_a_secret_with_a_name_of_the_script_is_refused(kind: str, name: str) -> None:
     site = {"secret": "s"} if kind == "kubernetes" else {}
-    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' is a "):
+    why = "a variable of the pods" if kind == "kubernetes" else "reserved for variables of the "
+    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' is {why}"):
         planned(kind, {"secrets": [name]}, **site)
 
 
@@ -104,7 +105,7 @@ def test_a_secret_with_a_name_of_the_script_is_refused(kind: str, name: str) -> 
 )
 @pytest.mark.parametrize("kind", ["slurm", "local"])
 def test_a_secret_that_the_shell_takes_for_its_own_is_refused(kind: str, name: str) -> None:
-    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' means something to the"):
+    with pytest.raises(toolkit.ToolkitError, match=f"secrets: '{name}' has a meaning in the"):
         planned(kind, {"secrets": [name]})
 
 

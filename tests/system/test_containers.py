@@ -389,8 +389,8 @@ def test_podman_gets_the_gpus_of_the_step_by_their_numbers(
             "podman",
             {"image": "/images/train.sif"},
             {},
-            "image '/images/train.sif' is no file for podman; make one with podman save -o "
-            "FILE.tar",
+            "image '/images/train.sif' is not a file for podman; create one with podman save "
+            "-o FILE.tar",
         ),
         (
             "podman",
@@ -408,7 +408,7 @@ def test_podman_gets_the_gpus_of_the_step_by_their_numbers(
             "apptainer",
             {"image": "debian:12", "mounts": [{"source": "/srv/root", "target": "/"}]},
             {},
-            "mounts[0]: '/' is the container's own; choose another target",
+            "mounts[0]: '/' belongs to the container; choose another target",
         ),
         (
             "podman",

@@ -354,8 +354,8 @@ def test_a_login_node_that_is_gone_in_the_middle_is_asked_later(laptop: Laptop) 
     done = impatient(laptop, "submit", job, "--to", "later.yaml")
     assert done.returncode == 1
     (said,) = (line for line in done.stderr.splitlines() if not line.startswith("note:"))
-    name = said.split()[6]
-    assert said.startswith(f"whether Slurm has the job of {name} is not known: login1 is not ")
+    name = said.split()[9].removesuffix(":")
+    assert said.startswith(f"it is unknown whether Slurm has the job of {name}: login1 is not ")
     assert f"`toolkit status {name}` finds out" in said
     assert status(laptop, name)["state"] == "UNKNOWN"
 

@@ -213,10 +213,10 @@ def test_top_without_a_terminal_shows_the_runs_once(run: toolkit.Run) -> None:
         return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
 
     assert re.fullmatch(rf"{run.name}  RUNNING    step \d+, loss .*\n", top())
-    assert top("--job", "another") == "no run of yours goes on\n"
+    assert top("--job", "another") == "you have no active runs\n"
     end(run)
     run.wait(300)
-    assert top() == "no run of yours goes on\n"
+    assert top() == "you have no active runs\n"
 
 
 def test_progress_is_in_the_json_of_a_running_run_alone(run: toolkit.Run) -> None:

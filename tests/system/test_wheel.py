@@ -349,7 +349,8 @@ def test_a_task_that_imports_the_other_name_is_refused_with_the_line_to_write(
     argv = write_task(empty, imported)
     done = torch_environment("python", "-m", runs, *argv, cwd=empty, status=2)
     assert done.stderr.splitlines()[-1].endswith(
-        f"mine.py: Mine is no task: write `class Mine(Task):` with `from {runs}.tasks import Task`"
+        f"mine.py: Mine is not a task: write `class Mine(Task):` with "
+        f"`from {runs}.tasks import Task`"
     )
 
 

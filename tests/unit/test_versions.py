@@ -68,8 +68,8 @@ def test_a_newer_version_on_the_command_line_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("0", "there is no version 0; write 1, or leave the key out"),
-        ("-1", "there is no version -1; write 1, or leave the key out"),
+        ("0", "unknown version 0; write 1, or leave the key out"),
+        ("-1", "unknown version -1; write 1, or leave the key out"),
         ("true", "must be a whole number, not true"),
         ('"1"', "must be a whole number, not '1'"),
         ("1.5", "must be a whole number, not 1.5"),

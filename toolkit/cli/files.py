@@ -46,7 +46,7 @@ def new(folder: Path, job: str | None) -> None:
 @click.option(
     "--kind",
     type=click.Choice(["slurm", "kubernetes", "local"]),
-    help="Which scheduler; by default Slurm if it is here, then Kubernetes.",
+    help="The scheduler; by default Slurm if it is found here, else Kubernetes.",
 )
 @click.option("--name", metavar="NAME", help="The profile's name; by default that of the cluster.")
 @click.option(
@@ -56,8 +56,8 @@ def new(folder: Path, job: str | None) -> None:
     metavar="FILE",
     help="The file to write; by default one among your own profiles.",
 )
-@click.option("--print", "only_print", is_flag=True, help="Show the profile and write nothing.")
-@click.option("--force", is_flag=True, help="Overwrite a profile, and make it the default one.")
+@click.option("--print", "only_print", is_flag=True, help="Print the profile; do not write a file.")
+@click.option("--force", is_flag=True, help="Overwrite the profile, and make it the default.")
 def init(
     kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
 ) -> None:
@@ -74,7 +74,7 @@ def init(
         say(line)
     path, is_default = draft.keep_draft(made, output=output, force=force)
     say("")
-    role = "the default profile from now on" if is_default else "another one stays the default"
+    role = "the default profile from now on" if is_default else "the default profile is unchanged"
     say(f"written: {path}, {role}")
     to = "" if is_default else f" --to {path if output else made.name}"
     say(f"next: read it, then `toolkit submit JOB.yaml{to} --follow`")
@@ -133,7 +133,7 @@ def check(
         raise click.UsageError("--set is for jobs, not for scripts")
     if content == "training" and (to or overrides or server or schemas):
         raise click.UsageError(
-            "of a training script only its Python is read; leave out the options"
+            "a training script is only checked as Python code; leave out the options"
         )
     if content == "manifests" and overrides:
         raise click.UsageError("--set is for jobs, not for manifests")
@@ -216,7 +216,7 @@ def _unchecked(files: Sequence[Path], schemas: Path | None) -> tuple[str, ...]:
     from toolkit.checks import unchecked_kinds
 
     kinds = sorted({kind for file in files for kind in unchecked_kinds(file, schemas=schemas)})
-    what = f"the fields of {', '.join(kinds)} are not checked; --schemas DIR or --server knows them"
+    what = f"the fields of {', '.join(kinds)} are not checked; add --schemas DIR or --server"
     return (f"{what}; names, labels and pod templates are",) if kinds else ()
 
 

@@ -121,7 +121,7 @@ def _or_newest(
 
     newest = deque(registry.records(), maxlen=1)
     if not newest:
-        raise InputError("there are no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
+        raise InputError("no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one")
     say(f"the newest run: {newest[0].name}", err=True)
     return newest[0].uri if param.nargs == 1 else (newest[0].uri,)
 
@@ -212,7 +212,7 @@ def main() -> None:
             name = error.ctx.command.name if error.ctx else None
             if name in ("run", "submit", "render"):
                 args = f"args: [{error.option_name}, …]"
-                say(f"Options of the script belong into the job file: {args}", err=True)
+                say(f"Put the options of the script into the job file: {args}", err=True)
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
         for problem in first_of(error.problems, "problems"):

@@ -327,7 +327,7 @@ def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     help="What is written: tensorboard's folder (./tensorboard), wandb's (.), or prometheus' file "
     "(toolkit.prom). mlflow and trackio use their own settings.",
 )
-@click.option("--once", is_flag=True, help="Pass on what there is; do not wait for the end.")
+@click.option("--once", is_flag=True, help="Forward what exists so far; do not wait for the end.")
 def forward(
     names: tuple[str, ...], trust: bool, tracker: str, target: Path | None, once: bool
 ) -> None:

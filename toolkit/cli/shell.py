@@ -48,7 +48,7 @@ def _page() -> Iterator[str]:
         yield from _paragraphs(command.help or "")
         for parameter in command.get_params(context):
             record = parameter.get_help_record(context)
-            if record and record[1]:  # arguments stand in the usage
+            if record and record[1]:  # the usage lists arguments
                 yield ".TP"
                 yield f".B {_roff(record[0])}"
                 yield _roff(record[1])

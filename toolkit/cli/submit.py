@@ -76,7 +76,7 @@ def submit(
     with operation_line.shown():
         run = toolkit.submit(made, after=after, chain=chain)
     if run.record.created < began:
-        output.note((f"{run.name} is taken up, whose submission was cut short",))
+        output.note((f"{run.name} continues after an interrupted submission",))
     output.say(run.uri)
     if follow:
         output.follow_and_exit(run)

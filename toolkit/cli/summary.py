@@ -28,8 +28,8 @@ from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.views.goodput import BUCKETS, Goodput
 from toolkit.text.quantities import rounded_duration
 
-NO_ROWS = "no run of yours goes on"
-"""What `toolkit top` shows then."""
+NO_ROWS = "you have no active runs"
+"""The message of `toolkit top` without active runs."""
 
 _GOODPUT_BYTES = 64 << 20
 """Up to so many bytes of steps, some 300,000, `status` reads them all for the goodput so far."""

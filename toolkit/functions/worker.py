@@ -233,7 +233,7 @@ class StopHandler:
             stack = "".join(traceback.format_stack(frame))
             raise RuntimeError(
                 "Job not requeued because: timed-out and not checkpointable. Give the function a "
-                f"method checkpoint, or a longer time_limit. It stood here:\n{stack}"
+                f"checkpoint method, or a longer time_limit. The call was at:\n{stack}"
             )
         following = checkpoint(*args, **kwargs)
         if following is None:

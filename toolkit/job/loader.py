@@ -254,7 +254,7 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
         return f"{name}: {value!r} is not a choice; {did_you_mean(value, choices)}"
     if kind == "string_type":
         if value is None and not written:
-            return f'{name}: nothing is written here; write "" for an empty string'
+            return f'{name}: the value is missing; write "" for an empty string'
         if written is not None:
             return f'{name}: {written} is not a string to YAML; write "{written}"'
     if kind == "too_short":

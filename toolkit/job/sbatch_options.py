@@ -53,7 +53,7 @@ _WAITS = "the toolkit reads sbatch's answer; `toolkit submit --follow` waits"
 _ENVIRONMENT = "the script needs the environment it is submitted in; use 'env' and 'secrets'"
 
 DECIDED = {
-    "array": "set 'sweep', whose points are the tasks of an array",
+    "array": "set 'sweep': its points become the tasks of an array",
     "chdir": "relative paths are below the submit folder; write absolute ones",
     "clusters": "the toolkit queries one cluster; submit on a login node of the other",
     **dict.fromkeys(("cpus-per-gpu", "cpus-per-task"), "set resources.cpus_per_node"),

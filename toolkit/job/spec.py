@@ -1,6 +1,6 @@
 """The job file: what to run, on what, and what to do when it is stopped or fails.
 
-A `JobSpec` is portable: nothing in it names a site. Where it runs is the profile's business.
+A `JobSpec` is portable: nothing in it names a site. The profile decides where it runs.
 """
 
 import contextlib
@@ -170,7 +170,7 @@ class Mount(FrozenModel):
     lost with the pod, `empty:10GiB` for one of limited size."""
 
     target: types.AbsolutePath
-    """Where the job sees it."""
+    """The path inside the job."""
 
     read_only: types.Flag = False
     """Whether the job may only read it; without containers nothing enforces this."""
@@ -292,7 +292,7 @@ class JobSpec(FrozenModel):
     containers."""
 
     resources: Resources = Field(default_factory=Resources.model_construct)
-    """What the job needs."""
+    """The resources that the job needs."""
 
     time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
     """How long the job may run, like `4h`; by default the site decides."""
@@ -383,11 +383,11 @@ class JobSpec(FrozenModel):
                 "module, or leave it out"
             )
         if given.get("log_rank") and not given.get("log_pattern"):
-            problems.append("log_rank says whose output log_pattern reads, and there is none")
+            problems.append("log_rank has no effect without log_pattern: set log_pattern too")
         env, secrets = (given.get(key) or () for key in ("env", "secrets"))
         if isinstance(env, dict) and isinstance(secrets, dict | tuple):
             problems += (
-                f"{name!r} stands under env and under secrets; keep one"
+                f"{name!r} is in both env and secrets: keep one"
                 for name in sorted({str(name) for name in secrets} & set(env))
             )
         sweep, args = given.get("sweep"), given.get("args", ())
@@ -403,7 +403,7 @@ class JobSpec(FrozenModel):
                 return [*problems, str(error)]
             swept = {name for point in points for name in point.env}
             problems += (
-                f"{name!r} stands under sweep and under secrets; keep one"
+                f"{name!r} is in both sweep and secrets: keep one"
                 for name in sorted(
                     swept & set(secrets if isinstance(secrets, dict | tuple) else ())
                 )

@@ -39,7 +39,7 @@ def _text(value: object) -> object:
     """Return a number as text; booleans and text stay as they are."""
     types.refuse_ambiguous(value)
     if value is None:
-        raise ValueError('nothing is written here; write "" for an empty string')
+        raise ValueError('the value is missing; write "" for an empty string')
     if isinstance(value, tuple | list | dict):
         kind = "a mapping" if isinstance(value, dict) else "a list"
         raise ValueError(f"a point has one value, not {kind}; write it as the program takes it")
@@ -97,7 +97,7 @@ class Sweep(types.FrozenModel):
         places = [("grid", set(grid)), ("zip", set(zipped)), ("list", in_list)]
         for (one, keys), (other, others) in itertools.combinations(places, 2):
             if twice := sorted(keys & others):
-                return [f"{twice[0]} stands under {one} and under {other}; keep one"]
+                return [f"{twice[0]} is in both {one} and {other}: keep one"]
         count = max([1, *lengths.values()]) * max(1, len(listed))
         for values in grid.values():
             count *= len(values)
@@ -245,7 +245,7 @@ def leaks(sweep: Sweep) -> Iterator[tuple[KeyPath, str]]:
 
 
 def misread(document: Document) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the numbers that YAML reads as another text, like `3.10`, which it reads as 3.1."""
+    """Yield the numbers that YAML shortens, like `3.10`, which becomes 3.1."""
     for path, written in document.written.items():
         value: Any = document.data
         for part in path if path[:1] == ("sweep",) else ():

@@ -37,10 +37,10 @@ def _refuse_unspeakable(value: str) -> str:
 
 
 class Checked:
-    """A check of one value, after that of its type.
+    """A check of one value, after the check of its type.
 
-    Like pydantic's AfterValidator, which inspects the signature of its function for each field: of
-    the fields of a job file and a profile that took 3 ms.
+    It replaces pydantic's AfterValidator, which inspects the function's signature for each field:
+    for the fields of job files and profiles, that took 3 ms.
     """
 
     _order: Callable[..., core_schema.CoreSchema] = core_schema.no_info_after_validator_function
@@ -181,7 +181,7 @@ Limit = Annotated[
     int,
     _Quantity(_parse_limit, _format_limit, f"{DURATION_PATTERN}|^{NEVER}$", "10m", "90s", NEVER),
 ]
-"""Whole seconds, written like `30m`; 0, written `never`, is no limit."""
+"""Whole seconds, written like `30m`; `never` is 0 and means no limit."""
 
 Size = Annotated[int, _Quantity(parse_size, format_size, SIZE_PATTERN, "64GiB", "500MB")]
 """Bytes, written like `64GiB`."""
@@ -199,7 +199,7 @@ def refusing(unfit: Callable[[str], object], reason: str) -> Checked:
 
 
 def matching(pattern: str, rule: str) -> Any:
-    """Return the annotations of a string that must match; `rule` is the way out."""
+    """Return the annotations of a string that must match; `rule` is the fix."""
     check = refusing(lambda value: not re.fullmatch(pattern, value), f"cannot be used; {rule}")
     return check, schema_extra(pattern=f"^(?:{pattern})$")
 
@@ -254,7 +254,7 @@ Via = Annotated[
     Text,
     *matching(
         "ssh ([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*",
-        "write ssh HOST or ssh USER@HOST; other settings of ssh belong into ~/.ssh/config",
+        "write ssh HOST or ssh USER@HOST; put other ssh settings into ~/.ssh/config",
     ),
 ]
 """How the login node is reached."""
@@ -280,14 +280,12 @@ def _log_pattern(value: str) -> str:
     try:
         pattern = re.compile(value)
     except re.error as error:
-        raise ValueError(f"{value!r} is no regular expression of Python: {error}") from None
+        raise ValueError(f"{value!r} is not a valid Python regular expression: {error}") from None
     groups = pattern.groupindex.keys()
     if "step" not in groups:
         raise ValueError(f"{value!r} has no group named step; {example}")
     if taken := sorted(groups & {"version", "time", "attempt", "restart", "count"}):
-        raise ValueError(
-            f"the group {taken[0]!r} has a meaning of its own in metrics.jsonl; rename it"
-        )
+        raise ValueError(f"the group name {taken[0]!r} is reserved in metrics.jsonl; rename it")
     return value
 
 
@@ -366,7 +364,7 @@ Environment = Annotated[
         "project, and pixi:/PATH#NAME for one of its environments; for uv, set venv to its .venv",
     ),
 ]
-"""An environment that is no virtual environment of Python's own, and what makes it."""
+"""An environment that `python -m venv` did not create, and the tool that did."""
 
 FolderPath = Annotated[
     Text,
@@ -394,7 +392,7 @@ def _known_version(value: int) -> int:
     if value > VERSION:
         raise ValueError(newer_than_known(value))
     if value < VERSION:
-        raise ValueError(f"there is no version {value}; write {VERSION}, or leave the key out")
+        raise ValueError(f"unknown version {value}; write {VERSION}, or leave the key out")
     return value
 
 
@@ -416,9 +414,11 @@ def secrets_by_name(value: object) -> object:
     if not isinstance(value, tuple | list):
         raise PydanticCustomError("secrets_type", "names are wanted")
     names = [item for item in value if isinstance(item, str)]
-    problems = [f"a name is wanted, not {item!r}" for item in value if not isinstance(item, str)]
+    problems = [f"expected a name, not {item!r}" for item in value if not isinstance(item, str)]
     problems += (name.reason for name in names if isinstance(name, Ambiguous))
-    problems += (f"{name!r} stands twice" for name in sorted(set(names)) if names.count(name) > 1)
+    problems += (
+        f"{name!r} is listed twice" for name in sorted(set(names)) if names.count(name) > 1
+    )
     if problems:
         raise ValueError("; ".join(problems))
     return dict.fromkeys(names)

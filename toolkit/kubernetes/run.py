@@ -362,7 +362,7 @@ class KubernetesRun(Run):
             if view.attempt is not None and attempts and view.attempt not in attempts:
                 message = (
                     f"the pods are of attempt {attempts[-1]}; those of earlier ones are gone, and "
-                    "what they printed stands in the run directory, in logs/attempt-N"
+                    "their output is in the run directory, in logs/attempt-N"
                 )
                 raise InputError(message, place=f"--attempt {view.attempt}")
             return Round(pods=pods)

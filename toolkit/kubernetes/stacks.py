@@ -13,7 +13,7 @@ from toolkit.runs.evidence.stacks import NO_WATCHDOG
 _AT_ONCE = 8
 
 _ASK = """\
-cd "$TRAIN_RUN_DIR/logs" 2>/dev/null || exit 0  # nothing is answered where there is no watchdog
+cd "$TRAIN_RUN_DIR/logs" 2>/dev/null || exit 0  # without a watchdog there is no answer
 _newest=`ls -d attempt-* | sort -t - -k 2 -n | tail -n 1`
 cd "$_newest/watchdog" 2>/dev/null || exit 0
 : >"ask-$1"

@@ -56,7 +56,7 @@ _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _UIDS = re.compile(r" ?\((?:Job)?UID: [^()]{1,200}\)")
 """The UIDs in Kueue's messages about a preempting workload (Kueue 0.19)."""
 
-_BY_SOMEBODY = "somebody has deactivated its Workload"
+_BY_SOMEBODY = "its Workload was deactivated by hand"
 
 _QUEUE_MEANINGS = (
     (r"LocalQueue .* doesn't exist", "unknown queue"),

@@ -85,7 +85,7 @@ def _submit_all(
         unclear = next((error for error in errors if isinstance(error, UnknownOutcome)), None)
         if left and not unclear:
             raise UnknownOutcome(
-                f"{errors[0]}; {left} of {len(made)} that were made could not be taken back"
+                f"{errors[0]}; {left} of {len(made)} created objects could not be deleted"
             )
         raise unclear or errors[0]
 
@@ -185,7 +185,7 @@ def remove(cluster: Cluster, run: RunObjects) -> None:
         if not obj["metadata"].get("deletionTimestamp"):
             cluster.delete(kind, obj, changed=True)
         cluster.connection.sleep(FIRST_PAUSE_S)
-    raise LauncherError(f"the {kind.kind} {name} is being deleted and does not go; try again later")
+    raise LauncherError(f"the {kind.kind} {name} is still being deleted; try again later")
 
 
 def _apply_workload(cluster: Cluster, run: RunObjects) -> Object:

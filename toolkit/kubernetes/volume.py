@@ -152,25 +152,25 @@ class _Received:
             if not line and len(self._head) <= _LONGEST_SIZE:
                 return
             if not line or not _SIZE.fullmatch(self._head):
-                raise LauncherError("what comes from the claim is no file")
+                raise LauncherError("the claim's pod did not send a file")
             self._left = self.size = 0 if self._head == b"-" else int(self._head)
         content = part[: self._left]
         self._left -= len(content)
         self._digest.update(content)
         self._tail += part[len(content) :]
         if len(self._tail) > _LONGEST_TAIL:
-            raise LauncherError("a file of the claim comes here with more than its bytes")
+            raise LauncherError("a file from the claim is longer than announced")
         try:
             self._out.write(content)
         except OSError as error:  # not an error of the connection
-            raise LauncherError(f"what comes from the claim cannot be kept: {error}") from error
+            raise LauncherError(f"cannot store a file from the claim: {error}") from error
 
     def is_there(self) -> bool:
         """Return whether the file exists, or raise Away if a part of it is missing."""
         if self._head == b"-":
             return False
         if self._left != 0 or self._tail.decode() != self._digest.hexdigest():
-            raise Away("a file of the claim has come here damaged")
+            raise Away("a file from the claim arrived damaged")
         return True
 
 
@@ -391,7 +391,9 @@ def _pod_of(workload: Object, kind: WorkloadKind) -> tuple[Object, Object]:
     """Return the spec of a run's pods, and their container."""
     spec = _spec_in(workload["spec"], kind.container)
     if spec is None:
-        raise LauncherError(f"{kind.kind} {workload['metadata']['name']} says nothing of its pods")
+        raise LauncherError(
+            f"{kind.kind} {workload['metadata']['name']} does not describe its pods"
+        )
     container = next(c for c in spec["containers"] if c["name"] == kind.container)
     # A TrainJob has image and environment in `trainer`, apart from its runtime patches.
     return spec, {**_some(workload["spec"].get("trainer") or {}, ("image", "env")), **container}

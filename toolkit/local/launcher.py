@@ -89,7 +89,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         yield from secret_problems(plan)
         script, folder = plan.job.script, Path(plan.workdir or ".")
         if script is not None and not plan.carried and not (folder / script).is_file():
-            message = f"script: there is no file {script!r} in {str(folder.absolute())!r}"
+            message = f"script: no file {script!r} in {str(folder.absolute())!r}"
             yield refusal("script-missing", message, "script")
 
     def open(self, record: registry.RunRecord) -> LocalRun:

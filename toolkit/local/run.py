@@ -72,8 +72,8 @@ class LocalRun(Run):
         if pid := self._supervisor():
             if not self._is_supervisor(pid):
                 raise LauncherError(
-                    f"{self.uri} is not stopped: by {self.run_dir / run_lock.NAME}, process {pid} "
-                    "keeps it, but that is none of yours which supervises this run"
+                    f"{self.uri} was not stopped: {self.run_dir / run_lock.NAME} names process "
+                    f"{pid}, which is not your supervisor of this run"
                 )
             run_directory.request_cancel(self.run_dir)
             with contextlib.suppress(ProcessLookupError):

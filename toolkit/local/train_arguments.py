@@ -66,10 +66,10 @@ def proof_problems(job: JobSpec) -> Iterator[Problem]:
     ranks = need.max_nodes * need.nproc_per_node
     why = ""
     if job.module != _MODULE:
-        why = f"--verify proves jobs of `module: {_MODULE}`, not of your own script"
+        why = f"--verify proves only jobs with `module: {_MODULE}`, not other scripts"
     elif ranks > _MOST_RANKS:
         why = (
-            f"--verify starts a rank on this machine for each of the job, at most {_MOST_RANKS}, "
+            f"--verify starts all ranks of the job on this machine, at most {_MOST_RANKS}, "
             f"not {ranks}; prove a smaller layout of the same kind with --set"
         )
     if why:

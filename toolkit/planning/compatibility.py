@@ -59,8 +59,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
     if job.resources.elastic and profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":
         yield refusal(
             "elastic-gpus-per-task",
-            "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
-            "tasks there are; write gpus_flag: gres",
+            "nnodes with min and max does not work with gpus-per-task, since Slurm chooses the "
+            "number of tasks; write gpus_flag: gres",
             *("resources", "nnodes"),
         )
     if job.after and profile.kind != "slurm":
@@ -151,7 +151,7 @@ def _log_pattern_problems(job: JobSpec) -> Iterator[Problem]:
         why = "stall_timeout is never" if job.stall_timeout_s == 0 else "torchrun forks the workers"
         yield refusal(
             "log-pattern-without-watchdog",
-            f"log_pattern is read by the watchdog, and there is none: {why}; leave one of them out",
+            f"log_pattern needs the watchdog, which is off: {why}; leave one of them out",
             "log_pattern",
         )
 
@@ -161,8 +161,8 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     if is_told(job.notify, "stall") and job.stall_timeout_s == 0:
         yield refusal(
             "notify-without-watchdog",
-            "notify.events has stall, which nothing notices with stall_timeout: never; leave one "
-            "of them out",
+            "notify.events lists stall, but stall_timeout: never disables stall detection; leave "
+            "one of them out",
             "notify",
             "events",
         )
@@ -172,14 +172,14 @@ def _notify_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
             at, key = f"profile {profile.name!r}: ", []
         yield refusal(
             "notify-without-secret",
-            f"{at}notify.webhook is ${notify.variable}, which is no secret of the job; name it "
-            "under secrets, or give the file that holds the address: notify: {webhook_file: …}",
+            f"{at}notify.webhook is ${notify.variable}, which is not a secret of the job; name "
+            "it under secrets, or give the file that holds the address: notify: {webhook_file: …}",
             *key,
         )
     if notify and profile.kind == "kubernetes" and profile.runs_claim is None:
         yield refusal(
             "notify-without-claim",
-            f"notify: profile {profile.name!r} names no runs_claim, so that each pod would tell "
+            f"notify: profile {profile.name!r} names no runs_claim, so each pod would report "
             "the end of the run; name one, or leave notify out",
             *(["notify"] if job.notify else []),
         )
@@ -196,8 +196,8 @@ def _sweep_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     if profile.kind == "kubernetes" and limit and not (job.kubernetes.queue or profile.queue):
         yield refusal(
             "sweep-max-running",
-            f"sweep.max_running {limit}: nobody on Kubernetes holds points back but a queue of "
-            "Kueue, by its quota; name one (queue), or leave it out: --set sweep.max_running=null",
+            f"sweep.max_running {limit}: on Kubernetes only the quota of a Kueue queue limits "
+            "the active points; set queue, or leave it out: --set sweep.max_running=null",
             *("sweep", "max_running"),
         )
 
@@ -232,8 +232,7 @@ def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     elif 0 < gpus < workers:
         yield refusal(
             "workers-exceed-gpus",
-            f"nproc_per_node {workers} exceeds gpus_per_node {gpus}; "
-            "each worker needs a GPU of its own",
+            f"nproc_per_node {workers} exceeds gpus_per_node {gpus}; each worker needs its own GPU",
             *workers_key,
         )
     if node.cpus is not None and need.cpus > node.cpus:
@@ -257,8 +256,8 @@ def _node_problems(job: JobSpec, profile: Profile) -> Iterator[Problem]:
     if need.memory_bytes and need.shm_bytes and need.shm_bytes >= need.memory_bytes:
         yield refusal(
             "shm-exceeds-memory",
-            f"shm {format_size(need.shm_bytes)} leaves nothing of memory "
-            f"{format_size(need.memory_bytes)}, which it is part of",
+            f"shm {format_size(need.shm_bytes)} uses all of memory "
+            f"{format_size(need.memory_bytes)}, and shm counts as memory",
             *("resources", "shm"),
         )
 
@@ -292,9 +291,9 @@ def _overwritten_secrets(job: JobSpec) -> Iterator[Problem]:
     """
     for name in job.secrets:
         if re.fullmatch(SCRIPT_VARIABLES, name):
-            what = "is a name of the rendered script's own variables; leave out the underscore"
+            what = "is reserved for variables of the rendered script; leave out the underscore"
         elif re.fullmatch(SHELL_VARIABLES, name):
-            what = "means something to the shell that starts torchrun; use another name"
+            what = "has a meaning in the shell that starts torchrun; use another name"
         else:
             continue
         yield refusal("secret-overwritten", f"secrets: {name!r} {what}", *("secrets", name))

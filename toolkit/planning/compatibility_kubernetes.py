@@ -36,7 +36,7 @@ _LEVELS = {"path": ("privileged",), "nfs": ("privileged", "baseline")}
 """Pod Security levels that allow a kind of volume; every level allows the other kinds (Pod
 Security Standards: hostPath, volume types)."""
 
-_NO_COLON = "Kubernetes takes no ':' in {!r}, where a volume is seen; choose another path"
+_NO_COLON = "Kubernetes does not allow ':' in the mount path {!r}; choose another path"
 
 
 def kubernetes_problems(
@@ -48,31 +48,31 @@ def kubernetes_problems(
         if place is not None and place.file is not None:
             yield refusal(
                 "secret-not-in-cluster",
-                f"secrets: {name!r} is in a file, which no pod sees; write {{secret: …, key: …}} "
-                f"for profile {profile.name!r}",
+                f"secrets: {name!r} is in a file, which pods cannot see; write {{secret: …, "
+                f"key: …}} for profile {profile.name!r}",
                 *("secrets", name),
             )
         elif place is None and profile.secret is None:
             yield refusal(
                 "secret-not-in-cluster",
-                f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or "
-                f"the key 'secret' in profile {profile.name!r}",
+                f"secrets: {name} has no source; write {{{name}: {{secret: …, key: …}}}} in the "
+                f"job, or the key 'secret' in profile {profile.name!r}",
                 *("secrets", name),
             )
     yield from _overwritten_variables(job, profile)
     if job.resources.elastic and kind != "PyTorchJob":
         yield refusal(
             "elastic-workload",
-            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or starts all "
-            "again, and only a PyTorchJob goes on with fewer; write `workload: PyTorchJob`, or one "
-            "number of nodes",
+            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or restarts "
+            "all pods. Only a PyTorchJob continues with fewer: write `workload: PyTorchJob`, or "
+            "one number of nodes",
             *("resources", "nnodes"),
         )
     elif job.resources.elastic and profile.master:
         yield refusal(
             "elastic-master",
-            f"nnodes with min and max: profile {profile.name!r} wants a Master, without which no "
-            "worker goes on; leave out `master`, or write one number of nodes",
+            f"nnodes with min and max: profile {profile.name!r} sets a Master, and no worker "
+            "continues without it; leave out `master`, or write one number of nodes",
             *("resources", "nnodes"),
         )
     if kind == "TrainJob":
@@ -80,8 +80,8 @@ def kubernetes_problems(
     if job.image and not is_image_name(job.image):
         yield refusal(
             "image-of-another-runtime",
-            f"image {job.image!r} is no name of an image, as nodes of profile {profile.name!r} "
-            "pull it; write it like registry.example.com/team/train:1.2",
+            f"image {job.image!r} is not an image name that nodes of profile "
+            f"{profile.name!r} can pull; write it like registry.example.com/team/train:1.2",
             "image",
         )
     yield from _mount_problems(job, profile)
@@ -155,8 +155,8 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
     if profile.runs_dir.rstrip("/") in OWN_FOLDERS:
         yield refusal(
             "mount-target-taken",
-            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide the container's "
-            "own; write a folder of its own, like /runs",
+            f"runs_dir {profile.runs_dir!r} of profile {profile.name!r} would hide a folder of the "
+            "container; write a separate folder, like /runs",
         )
     if ":" in profile.runs_dir:
         yield refusal("mount-unwritable", f"runs_dir: {_NO_COLON.format(profile.runs_dir)}")
@@ -168,8 +168,8 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
         if mount.target.rstrip("/") in OWN_FOLDERS:
             yield refusal(
                 "mount-target-taken",
-                f"{place}: a mount at {mount.target!r} would hide the container's own; choose "
-                "another target, like /data",
+                f"{place}: a mount at {mount.target!r} would hide a folder of the container; "
+                "choose another target, like /data",
                 *key,
             )
         elif mount.target.rstrip("/") in taken:
@@ -184,7 +184,7 @@ def _mount_problems(job: JobSpec, profile: KubernetesProfile) -> Iterator[Proble
         if ".." in folders.get(mount.kind, "").split("/"):
             yield refusal(
                 "mount-unwritable",
-                f"{place}: Kubernetes takes no '..' in {mount.source!r}; write the path out",
+                f"{place}: Kubernetes does not allow '..' in {mount.source!r}; write the full path",
                 *key,
             )
         allowed = _LEVELS.get(mount.kind)

@@ -407,13 +407,13 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
         notes.append(f"profile {name!r} names no runs_claim: checkpoints are lost with their pod")
         if pods.workload_of(job, profile) == "TrainJob":
             notes.append(
-                "without runs_claim the pods of a TrainJob are started again after every failure, "
-                "as often as its TrainingRuntime allows"
+                "without runs_claim, the pods of a TrainJob restart after every failure, "
+                "up to the limit of its TrainingRuntime"
             )
         elif job.retries.requeue:
             notes.append(
-                "without runs_claim nobody can count failures or tell those that may pass: each "
-                "is tried again, as often as the cluster counts"
+                "without runs_claim, failures are neither counted nor classified: the cluster "
+                "retries each of them up to its own limit"
             )
     if plans.notify_of(job, profile) and profile.network_policy and not profile.egress:
         notes.append(

@@ -307,9 +307,11 @@ def container_problems(job: JobSpec, profile: SlurmProfile) -> Iterator[Problem]
             f"{', enroot import' if runtime == 'pyxis' else ''}) and write its path"
         )
     elif image.startswith("/") and PurePosixPath(image).suffix in _NOT_ITS_FILE[runtime]:
-        image_problem = f"image {image!r} is no file for {runtime}; make one with {_FILE[runtime]}"
+        image_problem = (
+            f"image {image!r} is not a file for {runtime}; create one with {_FILE[runtime]}"
+        )
     elif image.startswith("/") and runtime == "podman" and not image.endswith(".tar"):
-        image_problem = f"image {image!r} is no archive; make one with {_FILE[runtime]}"
+        image_problem = f"image {image!r} is not an archive; create one with {_FILE[runtime]}"
     if image_problem:
         yield plans.refusal("image-of-another-runtime", image_problem, "image")
     for index, mount in enumerate(profile.mounts):
@@ -340,5 +342,5 @@ def _mount_problems(mount: Mount, runtime: str) -> Iterator[tuple[str, str]]:
     if mount.target.rstrip("/") in plans.OWN_FOLDERS:
         yield (
             "mount-target-taken",
-            f"{mount.target!r} is the container's own; choose another target",
+            f"{mount.target!r} belongs to the container; choose another target",
         )

@@ -82,7 +82,7 @@ def origin_notes(
         return (f"the default profile is {name}",) if is_default else ()
     search = _Search(folder or Path.cwd(), environ)
     path = search.file(name)
-    notes = [f"{why}; it is passed over" for why in search.passed_over]
+    notes = [f"{why}; it is ignored" for why in search.passed_over]
     if path is not None and not search.is_own(path):
         notes.append(f"profile {name!r} is {path}")
     elif path is not None and (hidden := search.users / path.name).is_file():
@@ -103,8 +103,8 @@ def require_default_profile() -> str:
     """
     if (name := default_profile()) is None:
         raise ProfileError(
-            "no profile is named, and there is no default one; `toolkit init` detects the site and "
-            "writes it, or name one with --to"
+            "no profile is selected, and there is no default profile: name one with --to, or run "
+            "`toolkit init`, which detects the site and writes a profile"
         )
     return name
 

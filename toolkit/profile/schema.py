@@ -24,7 +24,7 @@ def profile_schema() -> dict[str, Any]:
         if "sbatch" in properties:
             properties["sbatch"] = sbatch_schema()
         for mapping in ("resources", "node_selector"):
-            if mapping in properties:  # keys of other names are refused, too
+            if mapping in properties:  # other keys are refused as well
                 properties[mapping]["additionalProperties"] = False
         models[kind] = model.__name__
         parts[model.__name__] = part

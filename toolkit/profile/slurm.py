@@ -152,12 +152,12 @@ class SlurmProfile(SiteProfile):
         """Return what keys say against each other."""
         options = given.get("sbatch")
         problems = [
-            f"{key!r} stands under sbatch and as a key of its own; keep one"
+            f"{key!r} is set both under sbatch and as a profile key: keep one"
             for key in ("partition", "account", "qos", "switches", "exclusive", "licenses")
             if isinstance(options, dict) and key in options and given.get(key)
         ]
         if not given.get("via") and given.get("remote_dir", REMOTE_DIR) != REMOTE_DIR:
-            problems.append("remote_dir without via: it is for a login node reached by ssh")
+            problems.append("remote_dir needs via: it is for a login node reached by ssh")
         runtime = given.get("runtime") or "bare"
         problems += (
             f"{key} without containers; write runtime: pyxis, apptainer or podman"

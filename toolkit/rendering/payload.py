@@ -201,7 +201,10 @@ def _sources(content: bytes) -> dict[str, str]:
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         names = file.namelist()
         if names != [MAIN, TABLE]:
-            raise ValueError(f"it is none of ours: it holds {', '.join(map(repr, names))[:100]}")
+            raise ValueError(
+                "it was not written by this toolkit: it contains "
+                f"{', '.join(map(repr, names))[:100]}"
+            )
         if sum(entry.file_size for entry in file.infolist()) > MOST_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
         main, packed = map(file.read, names)
@@ -213,7 +216,7 @@ def _sources(content: bytes) -> dict[str, str]:
     if not isinstance(table, dict) or not all(isinstance(one, str) for one in table.values()):
         raise ValueError("its table holds no sources")
     if strange := [name for name in table if not _OURS.fullmatch(name)]:
-        raise ValueError(f"it is none of ours: it holds {strange[0]!r}")
+        raise ValueError(f"it was not written by this toolkit: it contains {strange[0]!r}")
     return {MAIN: main.decode(), **table}
 
 

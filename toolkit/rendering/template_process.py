@@ -107,7 +107,7 @@ def _text(environment: jinja2.Environment, name: str, known: Mapping[str, Any], 
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RenderError(f"renders {text[error.start]!r}, which is no character") from None
+        raise RenderError(f"renders {text[error.start]!r}, which is not a character") from None
     return text
 
 
@@ -166,9 +166,11 @@ def _problem(error: Exception, folder: Path, name: str, known: Iterable[str]) ->
         case MemoryError():
             message = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
         case jinja2.TemplateNotFound():
-            message = f"there is no template {error.name!r}; the toolkit's own is 'toolkit/{name}'"
+            message = (
+                f"template {error.name!r} does not exist; the toolkit's own is 'toolkit/{name}'"
+            )
             if not str(error.name).endswith(".j2"):
-                message = f"there is no template {error.name!r}; their names end in .j2"
+                message = f"template {error.name!r} does not exist; template names end in .j2"
         case jinja2.TemplateSyntaxError():
             message = error.message or "not a template"
             place = f"{error.filename}:{error.lineno}" if error.filename else place

@@ -158,7 +158,7 @@ def _require_template(folder: Path, name: str) -> None:
         names += [f"{room}/{path.name}" for path in (templates_folder() / room).iterdir()]
     if not any((folder / name).is_file() for name in names):
         which = f"{name} or other template of kubernetes/" if room == "kubernetes" else name
-        what = f"holds no {which}" if folder.is_dir() else "is no folder"
+        what = f"holds no {which}" if folder.is_dir() else "is not a folder"
         raise RenderError(
             f"templates_dir {str(folder)!r} {what}; write that template, or leave the key out"
         )

@@ -86,7 +86,7 @@ class Run(abc.ABC):
             RunNotFound: the point does not exist.
         """
         if not self.points:
-            raise RunNotFound(f"no point {key!r}: {self.uri} is no sweep")
+            raise RunNotFound(f"no point {key!r}: {self.uri} is not a sweep")
         names = [point.name.rpartition("/")[2] for point in self.points]
         if key in names:
             return self.points[names.index(key)]
@@ -407,7 +407,9 @@ class Launcher(abc.ABC, Generic[PlanT]):
         Raises:
             LauncherError: the run has succeeded or not ended, or the site does not support it.
         """
-        raise LauncherError(f"{run.uri} cannot go on by itself; runs on Slurm and Kubernetes can")
+        raise LauncherError(
+            f"{run.uri} cannot be resubmitted; only runs on Slurm and Kubernetes can"
+        )
 
 
 def pauses(first_s: float = 0.2, longest_s: float = 5.0) -> Iterator[float]:
@@ -483,7 +485,7 @@ class ForeignRun(ShownRun):
     def __init__(self, record: RunRecord) -> None:
         super().__init__(
             record,
-            f"{record.run_dir} is not in your list of runs and may be anybody's; --trust believes "
+            f"{record.run_dir} is not in your list of runs and may be anyone's; --trust believes "
             "what it says of its jobs, hosts and clusters",
         )
 

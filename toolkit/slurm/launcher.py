@@ -276,8 +276,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
                 raise LauncherError(f"after {dependency.run}: it is not in your list of runs")
             if record.address[:2] != ("slurm", cluster):
                 raise LauncherError(
-                    f"after {record.uri}: it is not of cluster {cluster!r}, whose jobs can wait "
-                    f"only for each other; `toolkit wait {record.name}` and submit then"
+                    f"after {record.uri}: it is not on cluster {cluster!r}. Jobs can wait only "
+                    f"for jobs of their own cluster: `toolkit wait {record.name}`, then submit"
                 )
             run: Run = self.open(record)
             run = run if point is None else run.point(point)
@@ -322,7 +322,7 @@ class InterruptedRun(SlurmRun):
             return RunStatus(state=RunState.UNKNOWN, reason=reason or cut)
         return RunStatus(
             state=RunState.FAILED,
-            reason="its submission was cut short, and Slurm never got it; "
+            reason="its submission was cut short, and Slurm never received the job; "
             f"`toolkit resubmit {self.name}` submits it",
         )
 

@@ -350,13 +350,13 @@ class SlurmRun(Run):
 
     def _met(self, wish: str, status: RunStatus) -> list[str]:
         if not status.state.final and wish != "any":
-            raise LauncherError(f"after {self.uri}: nobody knows how it ended: {status.reason}")
+            raise LauncherError(f"after {self.uri}: how it ended is unknown: {status.reason}")
         if wish != "any" and (wish == "ok") != (status.state is RunState.SUCCEEDED):
             expected = "succeed" if wish == "ok" else "fail"
             ended = status.state.upper() + (f" ({status.reason})" if status.reason else "")
             raise LauncherError(
-                f"after {self.uri}: it was to {expected}, and it is {ended}; "
-                "this job would wait for ever"
+                f"after {self.uri}: it had to {expected}, but it is {ended}; "
+                "this job would never start"
             )
         return []
 

@@ -45,7 +45,7 @@ for word; do
     makes)
       up=$path
       while [ ! -e "$up" ] && [ "$up" != . ] && [ "$up" != / ]; do up=$(dirname -- "$up"); done
-      if [ ! -d "$up" ]; then fault="$up is no folder"
+      if [ ! -d "$up" ]; then fault="$up is not a folder"
       elif [ ! -w "$up" ]; then fault="$up cannot be written"; fi ;;
     writes)
       if [ ! -d "$path" ]; then fault="there is no such folder"
@@ -113,7 +113,7 @@ def _required_paths(plan: SlurmPlan) -> Iterator[tuple[str, str, str, str]]:
     if profile.runtime == "bare" and job.workdir is not None:
         yield "folder", job.workdir, "workdir", "make it, or correct workdir"
     if profile.runtime != "bare" and job.image is not None and job.image.startswith("/"):
-        yield "file", job.image, "image", "bring it there, or correct image"
+        yield "file", job.image, "image", "copy it there, or correct image"
 
 
 def _problems(place: str, findings: Iterable[tuple[str, str]]) -> list[Problem]:
@@ -164,7 +164,7 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[
     if version is not None and (int(version[1]), int(version[2])) < _OLDEST:
         yield (
             "site-version",
-            f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tried with "
+            f"SLURM_VERSION is {config['SLURM_VERSION']}, and the script is tested with "
             f"{_OLDEST[0]}.{_OLDEST[1]:02} and later; try a requeue before you rely on it",
         )
 
@@ -201,12 +201,14 @@ def _partition_findings(plan: SlurmPlan, partitions: list[_Partition]) -> list[t
     names = requested.split(",") if requested else [p.name for p in partitions if p.is_default]
     there = ", ".join(sorted({p.name for p in partitions})) or "none"
     if not names:
-        message = f"no partition is the default one; name one of {there} in the profile"
+        message = f"there is no default partition; name one of {there} in the profile"
         return [("site-partition", message)]
     findings: list[tuple[str, str]] = []
     by_name = {partition.name: partition for partition in partitions}
     for name in names:
-        excesses = [("site-partition", f"there is no partition {name!r}; there are {there}")]
+        excesses = [
+            ("site-partition", f"partition {name!r} does not exist; this cluster has {there}")
+        ]
         if name in by_name:
             excesses = list(_excesses(plan, by_name[name]))
         if not excesses:
@@ -227,7 +229,7 @@ def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str
         yield (
             "site-time-limit",
             f"time_limit {format_duration(limit_s)} exceeds MaxTime {longest} of partition "
-            f"{name!r}; write time_limit: {longest} and let retries.requeue go on from there",
+            f"{name!r}; write time_limit: {longest} and let retries.requeue continue from there",
         )
     given_s = partition.default_s or longest_s
     needed_s = warning_lead_s(job) + SIGNAL_SLACK_S
@@ -308,7 +310,7 @@ def verdict(script: str, command: Command, *, place: str | None = None) -> list[
     if done.returncode == 0:
         return []
     if done.returncode == 127 or "Unable to contact" in done.stderr:
-        raise LauncherError(f"sbatch cannot be asked: {done.stderr.strip()}")
+        raise LauncherError(f"cannot query sbatch: {done.stderr.strip()}")
     lines = [line for line in plain(done.stderr).split("\n") if not line.startswith("Try ")]
     own = [line for line in lines if _OF_SBATCH.match(line)] or lines
     messages = filter(None, (re.sub(r"^(\S*sbatch: )?(error: )?", "", line) for line in own))
@@ -331,7 +333,7 @@ def path_findings(places: Iterable[tuple[str, str, str, str]], command: Command)
     done = command(["sh", "-c", _PATH_CHECK, "sh", *arguments])
     answers = values(done.stdout, "fault")
     if done.returncode != 0 or len(answers) != len(required):
-        raise LauncherError(f"folders cannot be looked at: {done.stderr.strip()}")
+        raise LauncherError(f"cannot check folders: {done.stderr.strip()}")
     return [
         Problem(rule="site-path", place=place, message=f"{path}: {answer}; {way_out}")
         for (_, path, place, way_out), answer in zip(required, answers, strict=True)

@@ -28,32 +28,32 @@ TIMEOUT is PREEMPTED: the time limit also stops a run from outside, with a check
 
 _EXPLANATIONS = {
     "AssocGrp.*|AssocMax.*|Max.*PerAccount": "a limit of your account is reached",
-    "BadConstraints": "no node can give what it asks for, so it never starts",
-    "BeginTime": "its time to begin has not come",
+    "BadConstraints": "no node meets its requirements, so it never starts",
+    "BeginTime": "its begin time has not been reached",
     "BurstBuffer.*": "waits for the burst buffer",
-    "Cleaning": "what its last start left is being cleaned up",
+    "Cleaning": "the cleanup after its last start is running",
     "Dependency": "waits for other jobs",
-    "DependencyNeverSatisfied": "what it waits for has ended otherwise, so it never starts",
+    "DependencyNeverSatisfied": "its dependency ended differently, so it never starts",
     "InvalidAccount|InvalidQOS": "this account or QOS may not be used, so it never starts",
-    "JobArrayTaskLimit": "as many points run as may run at once",
+    "JobArrayTaskLimit": "the limit of points that run at once is reached",
     "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held; `scontrol release JOB_ID` lets it go",
+    "JobHeldUser": "it is held; `scontrol release JOB_ID` releases it",
     "job requeued in held state": (
-        "it was queued again and is held; `scontrol release JOB_ID` lets it go"
+        "it was queued again and is held; `scontrol release JOB_ID` releases it"
     ),
     "JobHoldMaxRequeue|JobLaunchFailure|.*requeued held": (
         "it could not be started and is held; `scontrol release JOB_ID` tries again"
     ),
     "Licenses": "waits for licences",
-    "NodeDown": "a node that it needs is down",
-    "PartitionDown|PartitionInactive": "its partition takes no jobs now",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives, so it never starts",
-    "PartitionTimeLimit": "it asks for more time than its partition gives, so it never starts",
-    "Priority": "others come first",
+    "NodeDown": "a required node is down",
+    "PartitionDown|PartitionInactive": "its partition accepts no jobs now",
+    "PartitionNodeLimit": "it requests more nodes than its partition allows, so it never starts",
+    "PartitionTimeLimit": "it requests more time than its partition allows, so it never starts",
+    "Priority": "other jobs have a higher priority",
     "QOSNotAllowed|QOSJobLimit|QOS.*Limit|QOSGrp.*|QOSMax.*": "a limit of the QOS is reached",
     "QOSUsageThreshold|QOSTimeLimit": "the QOS has no time left for it",
-    "ReqNodeNotAvail.*": "a node that it needs is down, drained or reserved",
-    "Reservation": "its reservation has not begun",
+    "ReqNodeNotAvail.*": "a required node is down, drained or reserved",
+    "Reservation": "its reservation has not started",
     "Resources": "waits for nodes to become free",
 }
 """Slurm's reasons (squeue manual, JOB REASON CODES), for readers new to Slurm."""
@@ -78,7 +78,7 @@ class Place(NamedTuple):
     partition: str
 
     def __str__(self) -> str:
-        return f"place {self.number} of {self.of} in the queue of {self.partition}"
+        return f"queue position {self.number} of {self.of} in partition {self.partition}"
 
 
 class JobRow(NamedTuple):
@@ -128,7 +128,7 @@ _NO_VENV = (
 
 _SCRIPT_WAS_KILLED = (
     "FAILED: the batch script was killed, or could not write why it ended; "
-    "`toolkit resubmit` goes on from the last checkpoint"
+    "`toolkit resubmit` continues from the last checkpoint"
 )
 """The reason of a FAILED job without an end recorded by its script."""
 
@@ -168,7 +168,7 @@ def status_of(
     elif state is RunState.PENDING:
         reason = in_words(reason)
     elif row.word in ("SUSPENDED", "STOPPED"):
-        reason = f"{row.word}: `scontrol resume {row.job_id}` lets it go on"
+        reason = f"{row.word}: `scontrol resume {row.job_id}` resumes it"
     if state is RunState.PENDING:
         last = run_directory.last_reason(run_dir) if run_dir is not None else ""
         queue = str(place or "")
@@ -222,7 +222,7 @@ def in_words(reason: str) -> str:
     """Return Slurm's reason, with an explanation if it needs one.
 
     >>> in_words("Priority")
-    'Priority: others come first'
+    'Priority: other jobs have a higher priority'
     >>> in_words("Nodes required for job are DOWN")
     'Nodes required for job are DOWN'
     """

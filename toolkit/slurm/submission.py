@@ -292,8 +292,8 @@ def _send_once(
         why = error_line(done.stderr) if done.returncode else "sbatch has named no job"
     name = folder.here.name
     raise UnknownOutcome(
-        f"whether Slurm has the job of {name} is not known: {why}. `toolkit status {name}` finds "
-        f"out, and `toolkit resubmit {name}` submits it if Slurm has not got it"
+        f"it is unknown whether Slurm has the job of {name}: {why}. `toolkit status {name}` finds "
+        f"out, and `toolkit resubmit {name}` submits it if not"
     )
 
 

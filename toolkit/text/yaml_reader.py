@@ -131,7 +131,7 @@ class _NodeReader:
         if node in above:
             raise InputError("an alias that never ends", place=self._at(node))
         if self.nodes > _MAX_NODES:
-            message = f"more than {_MAX_NODES} values, aliases counted where they stand"
+            message = f"more than {_MAX_NODES} values, aliases counted at each use"
             raise InputError(message, place=self._at(node))
         self.places.setdefault(path, self._at(node))
         if isinstance(node, yaml.ScalarNode):
@@ -160,9 +160,7 @@ class _NodeReader:
             if key is None:
                 continue
             if key in entries:
-                self._refuse(
-                    key_node, f"the key {key!r} stands twice; the first is at {lines[key]}"
-                )
+                self._refuse(key_node, f"duplicate key {key!r}; the first is at {lines[key]}")
                 continue
             lines[key] = self.places[(*path, key)] = self._at(key_node)
             entries[key] = self.value(value_node, (*path, key), (*above, node))

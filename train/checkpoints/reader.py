@@ -101,7 +101,7 @@ def _meant(file: Path) -> dict[str, torch.dtype]:
         names: dict[str, str] = json.loads((opened.metadata() or {}).get(MEANT, "{}"))
     meant = {name: getattr(torch, dtype) for name, dtype in names.items()}
     if strange := [name for name, dtype in meant.items() if not isinstance(dtype, torch.dtype)]:
-        raise ValueError(f"{names[strange[0]]!r} is no type of torch")
+        raise ValueError(f"{names[strange[0]]!r} is not a torch dtype")
     return meant
 
 

@@ -143,7 +143,7 @@ def load(
     own: Listing = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if differing := differences(resumption.listing, group.gather(own)):
         raise UsageError(
-            f"checkpoint {path} is of another model: give this run another --run-dir, or the "
+            f"checkpoint {path} is of another model: use another --run-dir, or the "
             "model of the checkpoint:\n" + "\n".join(f"  {line}" for line in differing)
         )
     fill(run_dir, group, resumption, tensors)

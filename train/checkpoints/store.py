@@ -178,7 +178,7 @@ def _manifest(path: Path) -> tuple[dict[str, Proof], dict[str, int]]:
         # Accept only names from `complete()`, so that none leads out of the folder.
         tensors = [name for name in files if _TENSORS.fullmatch(name)]
         if strange := sorted({*files}.difference(tensors, [STATE])):
-            raise ValueError(f"lists {strange[0]!r}, which is no file of a checkpoint")
+            raise ValueError(f"lists {strange[0]!r}, which is not a checkpoint file")
         if not tensors or STATE not in files:
             raise ValueError(f"lists no {'file of tensors' if STATE in files else STATE}")
         proofs = {name: untrusted.mapping(proof) for name, proof in files.items()}
@@ -242,7 +242,7 @@ def read_state(path: Path) -> State:
             scaler = {"scale": scale, "good_steps": untrusted.whole(entry["good_steps"])}
         loss, frozen = record.get("loss"), record.get("frozen")
         if frozen is not None and not isinstance(frozen, list):
-            raise ValueError("'frozen' is no list")
+            raise ValueError("'frozen' is not a list")
         return State(
             step=untrusted.whole(record["step"]),
             epoch=untrusted.whole(record["epoch"]),

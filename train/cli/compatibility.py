@@ -36,7 +36,9 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
         problems.append("--evaluate-only and --predict are two uses of a model: give one of them")
     if config.infers and config.dry_run:
         use = "--evaluate-only" if config.evaluate_only else "--predict"
-        problems.append(f"{use} does not go with --dry-run, which loads no model: leave out one")
+        problems.append(
+            f"{use} cannot be combined with --dry-run, which loads no model: leave out one"
+        )
     problems += [
         f"--accept {name!r} is unknown{nearest(name, ACCEPTED)}; use some of "
         f"{', '.join(ACCEPTED)}, with commas between them"
@@ -153,7 +155,7 @@ def _starting(config: Config, rank_info: RankInfo) -> Iterator[str]:
         if parts is None:
             yield f"--init-method {text!r} must be file:///PATH: a full path that all ranks see"
         elif not Path(parts[1]).parent.is_dir():
-            yield f"--init-method {text}: there is no directory {Path(parts[1]).parent}"
+            yield f"--init-method {text}: directory {Path(parts[1]).parent} does not exist"
     else:
         yield (
             f"--init-method {text!r} is unknown: use env://, tcp://HOST:PORT or file:///NEW-FILE"
@@ -198,7 +200,7 @@ def _misplaced(config: Config, strategy: str, layout: Layout) -> Iterator[str]:
 def _incompatible(config: Config, strategy: str) -> Iterator[str]:
     if (strategy == "pp" or (config.pp or 1) > 1) and config.gradient_sync == "each":
         yield (
-            "--gradient-sync each does not go with --pp: the schedules of pipelines reduce "
+            "--gradient-sync each cannot be combined with --pp: the schedules of pipelines reduce "
             "gradients after the last micro-batch of a stage; leave it out, or leave out --pp"
         )
     if strategy in ("manual", "dataparallel") and config.device != "auto":
@@ -208,7 +210,7 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
         )
     if strategy in ("local-sgd", "ps") and config.precision == "fp16":
         yield (
-            f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
+            f"--strategy {strategy} cannot be combined with --precision fp16: ranks that step by "
             "themselves would scale their losses differently; use --precision bf16"
         )
     if strategy == "ps":
@@ -219,7 +221,10 @@ def _incompatible(config: Config, strategy: str) -> Iterator[str]:
             "--checkpoint-every auto": config.checkpoint_every == "auto",
         }
         for name in (name for name, is_set in flags.items() if is_set):
-            yield f"--strategy ps does not go with {name}, which needs ranks that step together"
+            yield (
+                f"--strategy ps cannot be combined with {name}, "
+                "which needs ranks that step together"
+            )
     if problem := backend_problem(config, config.backend):
         yield problem
 

@@ -53,7 +53,7 @@ SECTIONS = {
     "evaluate_only": "Using a trained model",
     "device": "Starting and watching",
 }
-"""Titles of the sections of the help, by the first field of each."""
+"""Section titles of the help, by the first field of each section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Config:
     """Processes that read ahead, for tasks with a torch Dataset."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """What turns gradients into steps."""
+    """The optimizer."""
     lr: float = 0.005
     """Learning rate, at its highest."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -175,7 +175,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """What ranks talk through; `auto`: nccl where each has a GPU, else gloo."""
+    """Backend of the collectives; `auto`: nccl if each rank has a GPU, else gloo."""
     init_method: str = "env://"
     """Where ranks meet: `env://` (torchrun), `tcp://HOST:PORT` or `file:///NEW-FILE`."""
     spawn: Count | None = None
@@ -188,7 +188,7 @@ class Config:
     """Prove before the first step that one process would train the same, or refuse; --no-verify: do
     not (default: at a first start, where it takes less than a minute and half of the memory)."""
     accept: str | None = None
-    """Differences to one process that are wanted, such as `batch-norm,loss-mixes-samples`."""
+    """Accepted differences from one process, such as `batch-norm,loss-mixes-samples`."""
     verify_only: bool = False
     """Make the proof of --verify, and train nothing."""
     dry_run: bool = False
@@ -331,7 +331,7 @@ class ConfigField:
         return value
 
     def problem_of(self, value: object) -> str | None:
-        """Return the fault of a value of the right type, to be written after the field's name."""
+        """Return what is wrong with a value of the right type, to follow the field's name."""
         if self.name == "task":
             problem = problem_of(str(value))
             return f": {problem}" if problem else None

@@ -27,7 +27,7 @@ ONLY_LOOKING = ("--dry-run", "--write-config")
 """Flags that prevent training: they need no ranks and no run directory."""
 INFERRING = ("--evaluate-only", "--predict", "--verify-only")
 """Flags that at most read a run directory, and never change it."""
-_HEAD = "# A configuration of `python -m train`, for its --config; flags override what stands here."
+_HEAD = "# A configuration of `python -m train`, for its --config; flags override these values."
 _MOST_BYTES = 1 << 20
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
@@ -60,7 +60,7 @@ def usage() -> str:
         "       python -m train [flags]            (one process)",
         "",
         "Train a model, with checkpoints and automatic resume. Send SIGTERM to stop: the run",
-        "writes a checkpoint and exits with 75; start it again with the same flags to go on.",
+        "writes a checkpoint and exits with 75; start it again with the same flags to continue.",
         "With --evaluate-only or --predict, use what a run has trained, and leave its directory",
         "as it is.",
         "",

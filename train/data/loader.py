@@ -60,9 +60,9 @@ def resident(samples: Source, device: torch.device, *, task: str) -> Source:
         size, (free, _) = sum(t.nbytes for t in tensors), torch.cuda.mem_get_info(device)
         if size > free:
             raise UsageError(
-                f"task {task!r}: the samples in its Batch have {size / 2**30:.1f} GiB, of which "
-                f"each GPU gets a copy, but one has {free / 2**30:.1f} GiB free; give a Dataset, "
-                "of which a batch at a time is read (--workers reads ahead)"
+                f"task {task!r}: the samples in its Batch have {size / 2**30:.1f} GiB. Each GPU "
+                f"gets a copy, but one has only {free / 2**30:.1f} GiB free: return a Dataset, "
+                "which is read batch by batch (--workers reads ahead)"
             )
     return samples.to(device)
 

@@ -142,8 +142,8 @@ def targets_of(samples: Batch | Samples) -> Tensor:
     with suppress(TypeError, ValueError, RuntimeError):
         return torch.as_tensor(targets)
     raise UsageError(
-        "the targets of the training data are not one class number per sample: give the task a "
-        "weights() of its own, or leave out --sampling balanced"
+        "the targets of the training data are not one class number per sample: define "
+        "weights() in the task, or leave out --sampling balanced"
     )
 
 

@@ -16,8 +16,8 @@ NOTES = (
     "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "
     "pass).",
     "Counted for CUDA GPUs, whatever this machine has: where autocast keeps float32, fused AdamW, "
-    "attention without a matrix. Work: matrix products and attention, causal as if it were not: a "
-    "full square, of which kernels leave out up to half.",
+    "attention without a matrix. Work: matrix products and attention, and causal attention "
+    "as a full square, although kernels leave out up to half of it.",
     "Not counted: what kernels use inside (cuBLAS, attention, NCCL), fragmentation, and the data "
     "set; allow some GiB on a GPU. "
     "Communication: what FSDP gathers, gradients until it shares them out, buffers of exchanges.",

@@ -115,7 +115,7 @@ def place_of(config: Config) -> RankInfo:
     # These have not one device per rank, or not one kind of rank.
     if config.strategy in ("ps", "manual", "dataparallel"):
         raise UsageError(
-            f"--dry-run knows strategies whose ranks have a device each and are alike, not "
+            f"--dry-run supports strategies with one device per rank and equal ranks, not "
             f"--strategy {config.strategy}; use --strategy single to see the model's memory"
         )
     rank_info = compatibility.ranks_of(config, RankInfo(), only_looking=True)

@@ -112,7 +112,7 @@ def lost(error: BaseException, progress: TrainingProgress | None) -> str:
     raw = " ".join(str(error).split())
     return (
         f"another rank went away {moment} (its own output says why, or its node's); start again to "
-        f"go on from the newest checkpoint [{raw}]"
+        f"continue from the newest checkpoint [{raw}]"
     )
 
 
@@ -123,8 +123,8 @@ def unwritable(error: BaseException, run_dir: Path) -> str:
     if not Path(error.filename).is_relative_to(run_dir):
         return ""
     return (
-        f"cannot use {error.filename}: {error.strerror}; whole checkpoints are untouched, start "
-        "again when this is mended"
+        f"cannot use {error.filename}: {error.strerror}; complete checkpoints are "
+        "untouched: fix this, then start again"
     )
 
 

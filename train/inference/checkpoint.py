@@ -111,7 +111,7 @@ def _choose(
     damage = sorted({reason for sighting in sightings for _, reason in sighting.damaged})
     if source is not None and (best := sightings[source].best) is not None:
         for reason in damage:
-            console.complain(f"passing over a damaged checkpoint: {reason}")
+            console.complain(f"skipping a damaged checkpoint: {reason}")
         return best, source
     lists = group.gather({p.step for p in store.list_committed(run_dir)})
     steps = sorted({step for one in lists for step in one})

@@ -179,21 +179,22 @@ class PredictionFile:
         except FileNotFoundError:
             if next(self.folder.glob("part-*"), None):
                 raise UsageError(
-                    f"--predict {self.path}: {self.folder} has no {COMMAND}, so nothing says whose "
-                    "parts these are; remove it to begin anew"
+                    f"--predict {self.path}: {self.folder} has no {COMMAND}, so the origin of its "
+                    "parts is unknown; remove it to start from the beginning"
                 ) from None
             write_atomically(self.folder / COMMAND, dump(self._command, indent=2) + "\n")
             return
         except ValueError as error:
             raise UsageError(
                 f"--predict {self.path}: {self.folder / COMMAND} is damaged ({error}); remove "
-                f"{self.folder} to begin anew"
+                f"{self.folder} to start from the beginning"
             ) from None
         if lines := differences(there, self._command):
             raise UsageError(
-                f"--predict {self.path}: {self.folder} holds parts of another command, which do "
-                "not go with this one's; give that command again to go on with them, or remove "
-                f"{self.folder} to begin anew:\n" + "\n".join(f"  {line}" for line in lines)
+                f"--predict {self.path}: {self.folder} holds parts of another command, which "
+                "cannot be combined with this one's; run that command again to continue, or remove "
+                f"{self.folder} to start from the beginning:\n"
+                + "\n".join(f"  {line}" for line in lines)
             )
 
     def _is_whole(self, part: int) -> bool:
@@ -230,5 +231,5 @@ class PredictionFile:
     def _unwritable(self, error: OSError) -> OutputError:
         return OutputError(
             f"cannot write {self.path}: {error.filename or self.folder}: {error.strerror}; "
-            f"finished parts stay in {self.folder}: start again to go on when this is mended"
+            f"finished parts stay in {self.folder}: fix this, then start again to continue"
         )

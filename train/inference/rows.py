@@ -94,7 +94,7 @@ def lines(task: Task, outputs: Tree, batch: Batch, samples: range) -> list[str]:
     with torch.no_grad():
         columns = task.predictions(outputs, targets)
     if not isinstance(columns, Mapping) or INDEX in columns:
-        given = f"{INDEX!r}, which stands in each line already"
+        given = f"{INDEX!r}, which every line already has"
         if not isinstance(columns, Mapping):
             given = f"{type(columns).__name__}, not values by name"
         raise UsageError(f"task {task.name!r}: predictions() gave {given}")

@@ -46,7 +46,7 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
         UsageError: the checkpoint is missing or does not fit, the test set is empty, or the
             prediction file cannot be written.
     """
-    hint = "" if config.predict is None else " to go on with the parts that are there"
+    hint = "" if config.predict is None else " to continue with the existing parts"
 
     def leave(signal_name: str) -> None:
         console.complain(f"stopped by {signal_name}; start again{hint}")
@@ -159,7 +159,7 @@ def predict(
     )
     if len(missing) < partition.parts:
         there = partition.parts - len(missing)
-        console.say(f"going on: {there} of {partition.parts} parts are there")
+        console.say(f"continuing: {there} of {partition.parts} parts exist")
     plan = list(rows.passes(partition, missing, shard=strategy.shard, shards=strategy.shards))
     lines: list[str] = []
     reported = time.monotonic()

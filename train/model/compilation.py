@@ -126,8 +126,9 @@ class _Compiled:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if self._name is not None and any(hasattr(value, "device_mesh") for value in inputs):
             raise UsageError(
-                f"--compile: piece {self._name!r} is given a DTensor, whose gradient torch.compile "
-                "gets wrong; have tensor_plan() give the piece before it use_local_output=True, or "
+                f"--compile: piece {self._name!r} receives a DTensor, and torch.compile computes "
+                "its gradient wrongly; in tensor_plan(), give the piece before it "
+                "use_local_output=True, or "
                 "leave out --compile"
             )
         return self._run(*inputs, **named)

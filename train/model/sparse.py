@@ -46,9 +46,9 @@ def refuse_exchange(names: Iterable[str], *, task: str) -> None:
         UsageError: names the parameter.
     """
     raise UsageError(
-        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients, which --strategy "
-        "ddp exchanges for an nn.Embedding or nn.EmbeddingBag beside other layers only: use one "
-        "in place of functional.embedding(), or dense gradients (sparse=False)"
+        f"task {task!r}: {next(iter(names), 'a parameter')} has sparse gradients. --strategy ddp "
+        "exchanges them only for an nn.Embedding or nn.EmbeddingBag beside other layers: use one "
+        "instead of functional.embedding(), or dense gradients (sparse=False)"
     )
 
 
@@ -72,7 +72,7 @@ def refuse(names: Iterable[str], config: "Config", *, strategy: str, task: str) 
     if name is not None and any(refusing.values()):
         flags = ", ".join(flag for flag, refuses in refusing.items() if refuses)
         raise UsageError(
-            f"task {task!r}: {name} has sparse gradients, which do not go with {flags}; use dense "
-            "ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with --strategy "
-            "ddp"
+            f"task {task!r}: {name} has sparse gradients, which cannot be combined with {flags}; "
+            "use dense ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 "
+            "with --strategy ddp"
         )

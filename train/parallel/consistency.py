@@ -122,7 +122,7 @@ def check_unchanged(given: Inventory, made: Inventory, *, how: str, whole: bool)
         problems.append(f"{' and '.join(tie)}: are one {made.entries[tie[0]][0]} now")
     if problems:
         raise UsageError(
-            f"{how} would train another model than the one that it was given; use another "
+            f"{how} would train a model other than the given one; use another "
             "--strategy, and report this with the model:\n"
             + "\n".join(f"  {problem}" for problem in problems)
         )

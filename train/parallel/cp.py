@@ -104,7 +104,7 @@ class SequenceSlice:
             if [dim for dim, size in enumerate(tensor.shape) if size == time and dim] != [1]:
                 raise UsageError(
                     f"--predict with --cp {self.layout.cp}: dimension 1 of the outputs, and no "
-                    f"other, must be the sequence, of which each rank has {time} positions, but "
+                    f"other, must be the sequence ({time} positions per rank), but "
                     f"task {self.task!r} gives {_shapes('outputs', outputs)}; leave out --cp"
                 )
             tensor = tensor.contiguous()
@@ -188,8 +188,8 @@ def verify(model: nn.Module, run: Callable[[Tree], Tree], batch: Batch, parts: P
         )
     if pieces.looks_at_data(parts, batch):
         raise UsageError(
-            f"--cp {cp}: the model of task '{name}' asks for a number of its data (item(), or an "
-            "if on a tensor), of which each rank has a part of each sequence only; leave out --cp"
+            f"--cp {cp}: the model of task '{name}' reads a value of its data (item(), or an if "
+            "on a tensor), but each rank has only a part of each sequence; leave out --cp"
         )
     try:
         different = differs(run, model, two, halves=parts.config.precision != "fp32")

@@ -198,7 +198,7 @@ class ExactDataParallel(WholeModel):
                 raise
             raise UsageError(
                 f"--reduce exact: the model or the loss of task {self.task.name!r} uses an "
-                f"operation whose bits are left to chance here: {str(error).partition(',')[0]}; "
+                f"operation that is not deterministic here: {str(error).partition(',')[0]}; "
                 "use another one, or leave out --reduce exact"
             ) from error
 
@@ -323,7 +323,7 @@ class Frozen:
             raise UsageError(
                 f"--strategy ddp: {some_of(thawed)} of task {parts.task.name!r} was frozen when "
                 "the run started and requires a gradient now, which ranks would not exchange: "
-                "let model() make it trainable and start again, which goes on from the last "
+                "let model() make it trainable and start again to continue from the last "
                 "checkpoint, or use --strategy fsdp"
             )
 

@@ -134,7 +134,7 @@ def _check_types(model: nn.Module, units: Sequence[str], *, task: str) -> None:
             )
             raise UsageError(
                 f"task {task!r}: sharded data parallel reduces the gradients of "
-                f"{f'piece {unit!r}' if unit else 'all that is no piece of its own'} together, "
+                f"{f'piece {unit!r}' if unit else 'the rest outside the pieces'} together, "
                 f"which are of several types ({both}): make them one type, have pieces() name a "
                 "module around each, or use --strategy ddp"
             )
@@ -336,7 +336,7 @@ class Units:
         raise UsageError(
             f"task {self._task!r}: the pieces of its model are sharded one by one and must run in "
             f"each pass, once and one after the other ({', '.join(map(repr, self.pieces))}), but "
-            f"{what}: ranks whose data take another way would mix up each other's parameters; have "
+            f"{what}: ranks that take another branch would mix up each other's parameters; have "
             "pieces() name a module around the branch (or '', the whole model), or use "
             "--strategy ddp"
         )

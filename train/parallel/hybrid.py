@@ -98,7 +98,7 @@ class Composed(WholeModel):
     def lost_write(self, names: Sequence[str]) -> str:
         """Describe why a write is lost: units free their gathered copies."""
         if self._units:
-            return f"{some_of(names)}, of which ranks gather copies and drop them after use"
+            return f"{some_of(names)} (ranks gather copies of it and drop them after use)"
         return super().lost_write(names)
 
     def evaluate(self, batch: Batch) -> Tally:

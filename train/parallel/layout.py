@@ -89,7 +89,7 @@ def resolve(
         if world_size > 1:
             raise UsageError(
                 f"--strategy {strategy} uses one process, but there are {world_size}: each would "
-                "train a model of its own; use --strategy ddp, or start one process"
+                "train a separate model; use --strategy ddp, or start one process"
             )
         if math.prod(given.values()) > 1:
             raise UsageError(
@@ -148,7 +148,7 @@ def _way_out(chosen: Mapping[str, int], world_size: int) -> str:
         others = product // chosen.get(axis, 1)
         if world_size % others == 0:
             return f"{flag(axis)} {world_size // others} would fit, or {start}"
-    return f"{start}, or choose sizes whose product is {world_size}"
+    return f"{start}, or choose sizes with a product of {world_size}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -59,9 +59,9 @@ class Threaded(WholeModel):
         for option in ("compile", "activation_checkpointing"):
             if len(self._gpus) > 1 and getattr(parts.config, option):
                 raise UsageError(
-                    f"{flag(option)} does not go with --strategy dataparallel on several GPUs: "
-                    "their copies would all run the first one's weights; use --strategy ddp, or "
-                    "one GPU"
+                    f"{flag(option)} cannot be combined with --strategy dataparallel on several "
+                    "GPUs: their copies would all run the first one's weights; use --strategy ddp, "
+                    "or one GPU"
                 )
         super().__init__(parts, parts.model(torch.device("cpu")).to(gpus[0]))
         self._device = gpus[0]

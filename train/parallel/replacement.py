@@ -77,7 +77,7 @@ class Originals:
             )
             return (
                 f"{place} {holds} {name!r} beside its module, and would keep the initial "
-                "values for ever, as the tensor is replaced; take it from its module where it is "
+                "values forever, as the tensor is replaced; take it from its module where it is "
                 "used (in forward(), `self.layer.weight`), or use --strategy ddp"
             )
         return ""

@@ -54,9 +54,9 @@ def apply(model: nn.Module, task: Task, mesh: DeviceMesh, config: Config) -> Non
     for name in plan:
         if parametrized := getattr(model.get_submodule(name), "parametrizations", None):
             raise UsageError(
-                f"--tp {mesh.size()}: tensor_plan() of task {task.name!r} cuts layer {name!r}, "
-                f"whose {next(iter(parametrized))} is computed by a parametrization (weight_norm, "
-                f"orthogonal, ...) of all of it: leave {name!r} out of the plan, or use "
+                f"--tp {mesh.size()}: tensor_plan() of task {task.name!r} cuts layer {name!r}, but "
+                f"a parametrization (weight_norm, orthogonal, ...) computes its "
+                f"{next(iter(parametrized))} as a whole: leave {name!r} out of the plan, or use "
                 "--strategy fsdp"
             )
     parallelize_module(model, mesh, plan)

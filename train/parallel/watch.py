@@ -188,9 +188,9 @@ class Watch:
         if counters := sorted({name for rank in whole for name in rank}):
             raise UsageError(
                 f"task {task!r}: buffer {counters[0]!r} holds whole numbers that differ from rank "
-                f"to rank after step {step}, each of its own samples; nothing says how they belong "
-                "together: make it a buffer of floats, of which ranks take the mean after each "
-                "step, or one that is not saved (persistent=False), or count in one process"
+                f"to rank after step {step}, and how to combine them is undefined: make it a "
+                "buffer of floats (ranks average those after each step), or one that is not saved "
+                "(persistent=False), or count in one process"
             )
         names = sorted(unlike)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -198,9 +198,9 @@ class Watch:
         raise ReplicaError(
             f"after step {step} ranks that must hold the same no longer do: "
             f"{', '.join(names[:3])}{more} on rank {', '.join(map(str, ranks))}; nothing of it is "
-            "saved; start again to go on from the newest checkpoint: a device or its memory has "
-            "failed, if it does not come again at this step; if it does, the model changes on each "
-            "rank by itself"
+            "saved; start again to continue from the newest checkpoint. If this does not recur at "
+            "this step, a device or its memory has failed; if it recurs, the model changes on each "
+            "rank separately"
         )
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..tasks.base import Task
 
 UNKNOWN = (
-    "the cause is not known; what a pass through the model depends on, beside its inputs and its "
-    "registered parameters and buffers, is the first thing to look at; use another --strategy"
+    "the cause is unknown; first check what a pass through the model depends on besides its inputs "
+    "and its registered parameters and buffers, or use another --strategy"
 )
 
 
@@ -144,9 +144,9 @@ def otherwise(seen: Observations) -> str:
         )
     if seen.remembered:
         return (
-            f"forward() changes attribute {some(seen.remembered)}, which each rank, stage and "
-            "micro-batch does by its own passes and samples; use a buffer of floats, of which "
-            "ranks take the mean after each step, make it an input, or use another strategy"
+            f"forward() changes attribute {some(seen.remembered)}, which depends on the passes "
+            "and samples of each rank, stage and micro-batch; use a buffer of floats (ranks "
+            "average those after each step), make it an input, or use another strategy"
         )
     if seen.remembered_by_task:
         return (

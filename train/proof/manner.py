@@ -137,13 +137,13 @@ def _passes(cut: trial.Cut) -> str:
 ADVICE = {
     BATCH_NORM: "use --sync-batch-norm without micro-batches, or a norm over each sample "
     "(GroupNorm, LayerNorm), or accept the difference with --accept batch-norm",
-    LAYER: "one process trains what is written, with the whole batch in one pass; compute it for "
-    "each sample alone, or accept the difference with --accept layer-mixes-samples",
-    LOSS: "one process trains what is written, with the whole batch in one pass; make the loss a "
-    "sum over samples, or accept with --accept loss-mixes-samples that each pass has a loss of "
-    "its own (as contrastive losses and penalties do)",
+    LAYER: "one process, with the whole batch in one pass, trains the code as written; compute it "
+    "for each sample alone, or accept the difference with --accept layer-mixes-samples",
+    LOSS: "one process, with the whole batch in one pass, trains the code as written; make the "
+    "loss a sum over samples, or accept with --accept loss-mixes-samples that each pass has its "
+    "own loss (as for contrastive losses and penalties)",
     MEAN: 'return the sum (reduction="sum"), or declare the mean in the task, '
-    '`reduction = "mean"`, with count() the number of items that it is a mean over',
+    '`reduction = "mean"`, where count() returns the number of averaged items',
 }
 """The fix for a mixture, by kind."""
 

@@ -62,7 +62,7 @@ def before_training(
     if verdict.problem:
         raise ProofError(_refusal(parts, verdict))
     if verdict.missing and config.verify:
-        raise ProofError(f"--verify: there is no proof: {verdict.missing}")
+        raise ProofError(f"--verify: no proof is possible: {verdict.missing}")
     console.say(described(verdict))
     record = {
         "version": VERSION,
@@ -114,7 +114,7 @@ def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
         with open_group(rank_info, config) as group:
             parts = Parts(task=task, config=config, layout=layout, group=group)
             if not is_cut(config, layout, rank_info):
-                console.say("proof: one process with the whole batch trains what is written")
+                console.say("proof: one process with the whole batch trains the code as written")
                 return EXIT_DONE
             # The strategy's checks come first, as at a start.
             with refusing_failures(parts):
@@ -123,7 +123,7 @@ def prove_only(config: Config, rank_info: RankInfo, console: Console) -> int:
             if verdict.problem:
                 raise ProofError(_refusal(parts, verdict))
             if verdict.missing:
-                raise ProofError(f"--verify-only: there is no proof: {verdict.missing}")
+                raise ProofError(f"--verify-only: no proof is possible: {verdict.missing}")
             console.say(described(verdict))
         return EXIT_DONE
     except Exception as error:
@@ -188,7 +188,7 @@ def described(verdict: Verdict) -> str:
     """Describe a verdict without a problem in one line."""
     if verdict.missing:
         return f"no proof before training: {verdict.missing}"
-    accepted = f", but for what is accepted ({', '.join(verdict.accepted)})"
+    accepted = f", except for accepted differences ({', '.join(verdict.accepted)})"
     passes = f" with {verdict.passes} passes per step" if verdict.passes > 1 else ""
     return (
         f"proof: {verdict.steps} steps of {verdict.samples} samples equal those of one process"

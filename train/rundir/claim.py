@@ -22,7 +22,7 @@ NEVER_ADOPTED = {field.name for field in dataclasses.fields(Config)} - {"task"} 
 
 Identity = Mapping[str, object]
 
-_GO_ON = "go on with the version that wrote it, or give this run another --run-dir"
+_OTHER_VERSION = "continue with the version that wrote it, or use another --run-dir"
 
 
 class _OtherVersionError(ValueError):
@@ -84,21 +84,21 @@ def _judge(
         try:
             holder, _ = _known_identities(directory)
         except _OtherVersionError as error:
-            return "refused", f"{error}: {_GO_ON}"
+            return "refused", f"{error}: {_OTHER_VERSION}"
         except ValueError as error:
             return "refused", (
-                f"{path / RUN} is damaged ({error}), so nothing says whose run this is: give this "
-                "run another --run-dir, or remove that file if the run is this one"
+                f"{path / RUN} is damaged ({error}), so its run is unknown: use "
+                "another --run-dir, or remove that file if it belongs to this run"
             )
         if holder is not None and not may_adopt(holder, identity, adopt):
             return "refused", _other_run(path, holder, identity, adopt)
         if strange:
             return "refused", (
-                f"{path} holds checkpoints of another configuration: remove them, or give this run "
-                "another --run-dir, or the values that stand there:\n" + "\n".join(strange)
+                f"{path} holds checkpoints of another configuration: remove them, or use another "
+                "--run-dir, or the values recorded there:\n" + "\n".join(strange)
             )
         if why := directory.other_version():
-            return "refused", f"{why}: {_GO_ON}"
+            return "refused", f"{why}: {_OTHER_VERSION}"
         old = directory.read_outcome()
         if old and old.attempt > rank_info.attempt:
             return "fenced", _belongs(directory, old.attempt)
@@ -180,8 +180,8 @@ def _other_run(path: Path, holder: Identity, identity: Identity, adopt: str | No
         hint = f"add --adopt {task} if its task is the same as this one, or "
     lines = "\n".join(f"  {line}" for line in differences(holder, identity))
     return (
-        f"{path} holds a run of another configuration: {hint}give this one another --run-dir, or "
-        f"the values that stand there:\n{lines}"
+        f"{path} holds a run of another configuration: {hint}use another --run-dir, or "
+        f"the values recorded there:\n{lines}"
     )
 
 

@@ -46,12 +46,12 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = None
         if error.errno == errno.ELOOP:
             raise Refused(path, "is a link, which is not followed") from None
         if error.errno == errno.ENXIO:
-            raise Refused(path, "is a socket or a pipe, no regular file") from None
+            raise Refused(path, "is a socket or a pipe, not a regular file") from None
         raise
     kind = stat.S_IFMT(os.fstat(handle).st_mode)
     if kind != stat.S_IFREG:
         os.close(handle)
-        raise Refused(path, f"is {_KINDS.get(kind, 'something else')}, no regular file")
+        raise Refused(path, f"is {_KINDS.get(kind, 'something else')}, not a regular file")
     return handle
 
 
@@ -60,7 +60,7 @@ def open_folder(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:
-        why = "is a link, which is not followed" if path.is_symlink() else "is no folder"
+        why = "is a link, which is not followed" if path.is_symlink() else "is not a folder"
         raise Refused(path, why) from None
 
 
@@ -119,14 +119,14 @@ def shown_version(record: Mapping[str, object]) -> str:
 def mapping(value: object) -> dict[str, object]:
     """Return a value that is a JSON object."""
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON object is wanted, not {_short(value)}")
+        raise ValueError(f"expected a JSON object, not {_short(value)}")
     return value
 
 
 def whole(value: object, *, least: int = 0) -> int:
     """Return a value that is a whole number within bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-        raise ValueError(f"a whole number from {least} to {MOST} is wanted, not {_short(value)}")
+        raise ValueError(f"expected a whole number from {least} to {MOST}, not {_short(value)}")
     return value
 
 
@@ -139,13 +139,13 @@ def number(value: object) -> float:
             return float(value)
     except OverflowError:
         pass
-    raise ValueError(f"a number is wanted, not {_short(value)}")
+    raise ValueError(f"expected a number, not {_short(value)}")
 
 
 def text(value: object) -> str:
     """Return a value that is a string."""
     if not isinstance(value, str):
-        raise ValueError(f"a string is wanted, not {_short(value)}")
+        raise ValueError(f"expected a string, not {_short(value)}")
     return value
 
 

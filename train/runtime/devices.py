@@ -48,7 +48,7 @@ def device_and_backend(
         reason = "--backend mpi works in the host's memory" if gpus else "this process sees none"
         raise UsageError(
             f"--device cuda needs a GPU for each rank, but on {socket.gethostname()} {reason}; "
-            "mend the driver or CUDA_VISIBLE_DEVICES, or use --device cpu"
+            "fix the driver or CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     # A single GPU may belong to this rank alone, which `agree_on_device()` checks.
     if on_gpu and 1 < gpus < ranks:
@@ -109,7 +109,7 @@ def _device_problem(choices: Sequence[tuple[str, str, int, str]]) -> str:
         ]
         return (
             "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
-            "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
+            "that node); fix or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
             "train on the CPU:\n" + "\n".join(lacking)
         )
     users: dict[tuple[str, str], list[str]] = {}
@@ -207,7 +207,7 @@ def parse_size(text: str) -> int:
     size = int(float(match[1]) * (_UNITS | _DECIMAL)[match[2]]) if match else 0
     if size < 1:
         raise UsageError(
-            f"--device-memory {text!r} is no amount of memory: write a number and a unit, such as "
+            f"--device-memory {text!r} is not a memory size: write a number and a unit, such as "
             "80GiB"
         )
     return size

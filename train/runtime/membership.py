@@ -170,7 +170,7 @@ def missing_ranks(store: Store, keys: Sequence[str]) -> PeerError:
     """Make the error that names the ranks with missing keys; keys are in order of rank."""
     missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
-    return PeerError(f"waited in vain for rank {shown} of {len(keys)}")
+    return PeerError(f"timed out waiting for rank {shown} of {len(keys)}")
 
 
 def _decide(store: Store, verdict: str) -> str:
@@ -188,7 +188,7 @@ def _error(refusal: str, rank_info: RankInfo, where: str) -> TrainError:
     this = f"this is rank {rank_info.rank} of {rank_info.world_size}"
     text = f"--init-method {where}: {this}, but {reason}: "
     if transient:
-        return PeerError(text + "one of them is left over from an earlier try; start all again")
+        return PeerError(text + "one of them is left over from an earlier start; restart all ranks")
     return UsageError(
         text + "two runs meet at the same place, or RANK is set alike for two processes, or "
         "WORLD_SIZE is not alike for all"

@@ -45,7 +45,7 @@ class RankInfo:
         def number(name: str, default: int) -> int:
             text = environ.get(name) or str(default)
             if not text.isdecimal():
-                raise UsageError(f"environment variable {name}={text!r} is no whole number")
+                raise UsageError(f"environment variable {name}={text!r} is not a whole number")
             return int(text)
 
         launch = environ.get("TORCHELASTIC_RUN_ID")

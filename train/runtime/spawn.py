@@ -108,7 +108,7 @@ def _tell_of_kills(processes: Sequence[BaseProcess], told: set[int]) -> None:
             told.add(rank)
             number = -process.exitcode
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-            memory = ", perhaps the kernel's for want of memory" * (number == signal.SIGKILL)
+            memory = ", perhaps by the kernel (out of memory)" * (number == signal.SIGKILL)
             print(f"train: rank {rank} was ended by signal {name}{memory}", file=sys.stderr)
 
 

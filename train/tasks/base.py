@@ -154,7 +154,8 @@ def model_of(task: Task) -> nn.Module:
     model = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"task {task.name!r}: model() gave {type(model).__name__}, which is no torch.nn.Module"
+            f"task {task.name!r}: model() gave {type(model).__name__}, "
+            "which is not a torch.nn.Module"
         )
     for name, module in model.named_modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))

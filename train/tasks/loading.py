@@ -38,9 +38,9 @@ def problem_of(name: str) -> str | None:
             "FILE.py:CLASS for your own"
         )
     if not Path(file).is_file():
-        return f"task {name!r}: there is no file {Path(file).absolute()}"
+        return f"task {name!r}: file {Path(file).absolute()} does not exist"
     if not attribute.isidentifier():
-        return f"task {name!r}: {attribute!r} is no name of a class: FILE.py:CLASS"
+        return f"task {name!r}: {attribute!r} is not a class name: write FILE.py:CLASS"
     return None
 
 
@@ -85,11 +85,11 @@ def _class(path: Path, attribute: str) -> "type[Task]":
     ]
     cls = getattr(module, attribute, None)
     if cls is None:
-        there = f"; there are {', '.join(tasks)}" if tasks else "; it has no task at all"
+        there = f"; there are {', '.join(tasks)}" if tasks else "; it contains no task"
         raise UsageError(f"{path} has no class {attribute!r}{_nearest(attribute, tasks) or there}")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise UsageError(
-            f"{path}: {attribute} is no task: write `class {attribute}(Task):` with "
+            f"{path}: {attribute} is not a task: write `class {attribute}(Task):` with "
             f"`from {__package__} import Task`"
         )
     if missing := sorted(cls.__abstractmethods__):

@@ -72,7 +72,7 @@ def test_a_killed_batch_script_is_named_and_the_run_goes_on_when_told_to(
     status = trial.run.wait(300)
     assert status.state is toolkit.RunState.FAILED, failure(trial.run)
     assert status.reason.startswith("FAILED: the batch script was killed, or could not write why")
-    assert "`toolkit resubmit` goes on" in status.reason
+    assert "`toolkit resubmit` continues" in status.reason
     trial = go_on(trial, site)
     trial.wait()
     assert trial.run.status().state is toolkit.RunState.SUCCEEDED, failure(trial.run)

@@ -71,8 +71,8 @@ def test_check_asks_the_site_and_submits_nothing(sandbox: Sandbox) -> None:
     assert done.stdout.splitlines() == [
         "scontrol show config: [site-kill-wait] KillWait is 5s, and profile 'bad' says 30s; write "
         "kill_wait: 5s",
-        "scontrol show partition: [site-partition] there is no partition 'hihg'; there are high, "
-        "low, main",
+        "scontrol show partition: [site-partition] partition 'hihg' does not exist; this "
+        "cluster has high, low, main",
         "--distribution: [site-option] this site's sbatch refuses it: Invalid plane size or size "
         "not specified; leave it out, or ask for its version",
     ]

@@ -139,9 +139,9 @@ def test_what_has_ended_is_judged_by_its_run_directory(shell: Shell) -> None:
     bad, good = shell.submit("exit 3"), shell.submit("true")
     bad.wait(300), good.wait(300)
     known = set(shell.site.runs.iterdir())
-    with pytest.raises(toolkit.LauncherError, match="it was to succeed, and it is FAILED"):
+    with pytest.raises(toolkit.LauncherError, match="it had to succeed, but it is FAILED"):
         shell.submit("true", bad.uri)
-    with pytest.raises(toolkit.LauncherError, match="it was to fail, and it is SUCCEEDED"):
+    with pytest.raises(toolkit.LauncherError, match="it had to fail, but it is SUCCEEDED"):
         shell.submit("true", f"{good.uri}:fail")
     with pytest.raises(toolkit.LauncherError, match="no run 'slurm://sandbox/1'"):
         shell.submit("true", "slurm://sandbox/1")
@@ -160,7 +160,7 @@ def test_a_job_waits_for_all_points_of_a_sweep(shell: Shell) -> None:
     shell.go.touch()
     ended = [run.wait(300).state.upper() for run in (ok, fails, one, other)]
     assert ended == ["CANCELLED", "SUCCEEDED", "SUCCEEDED", "CANCELLED"]
-    with pytest.raises(toolkit.LauncherError, match=f"after {sweep.uri}_1: it was to succeed"):
+    with pytest.raises(toolkit.LauncherError, match=f"after {sweep.uri}_1: it had to succeed"):
         shell.submit("true", sweep.uri)
 
 

@@ -83,7 +83,7 @@ def test_runs_are_listed_cancelled_and_waited_for_together(
     found = toolkit.statuses(opened)
     assert [status.state.upper() for status in found] == ["RUNNING"] * 3 + ["PENDING"]
     assert found[3].reason.startswith(
-        "BeginTime: its time to begin has not come; expected to start"
+        "BeginTime: its begin time has not been reached; expected to start"
     )
     assert asked == ["squeue"]
 
@@ -227,7 +227,7 @@ def test_who_waits_for_its_turn_is_told_its_place(
 
     def told() -> bool:
         found = reasons()
-        places = ["place 1 of 2 in the queue of ", "place 2 of 2 in the queue of "]
+        places = ["queue position 1 of 2 in partition ", "queue position 2 of 2 in partition "]
         return all(place in reason for place, reason in zip(places, found, strict=False))
 
     until(told, "places", seen=reasons)
@@ -268,7 +268,9 @@ def test_a_newer_slurm_is_asked_and_answers_alike(
     listed = json.loads(by_toolkit(newer, "list", "--json").stdout)
     assert [row["state"] for row in listed[:3]] == ["RUNNING", "PENDING", "PENDING"]
     assert listed[1]["reason"] == f"Dependency: afterok:{first.job_id}"
-    assert listed[2]["reason"].startswith("BeginTime: its time to begin has not come; expected to")
+    assert listed[2]["reason"].startswith(
+        "BeginTime: its begin time has not been reached; expected to"
+    )
     third.cancel()
     assert third.wait(300).state is toolkit.RunState.CANCELLED
     shell.go.touch()

@@ -133,7 +133,7 @@ def test_a_site_whose_commands_all_print_gives_the_right_answers(
 ) -> None:
     run, other = submit(site), submit(site, sbatch={"begin": "now+1hour"})
     assert other.status().state is toolkit.RunState.PENDING
-    assert other.status().reason.startswith("BeginTime: its time to begin has not come")
+    assert other.status().reason.startswith("BeginTime: its begin time has not been reached")
     other.cancel()
     assert other.status().state is toolkit.RunState.CANCELLED
     until(lambda: begun(run, 0), "both ranks run", seen=lambda: failure(run))

@@ -214,8 +214,8 @@ def test_another_runs_checkpoint_on_another_node_is_refused_and_left_alone(
         nodes[0]
         .output()
         .startswith(
-            f"train: {new} holds checkpoints of another configuration: remove them, or give this "
-            "run another --run-dir, or the values that stand there:\n"
+            f"train: {new} holds checkpoints of another configuration: remove them, or use "
+            "another --run-dir, or the values recorded there:\n"
             f"  rank 1 on {socket.gethostname()}: {old}/checkpoints/attempt-0/step-00000009\n"
             "    seed: 7 there, 0 here\n"
         )

@@ -96,7 +96,7 @@ def test_every_field_has_a_flag_a_help_text_and_a_section() -> None:
         ),
         (
             ["--task=nowhere.py:Mine"],
-            f"--task: task 'nowhere.py:Mine': there is no file {Path.cwd()}/nowhere.py",
+            f"--task: task 'nowhere.py:Mine': file {Path.cwd()}/nowhere.py does not exist",
         ),
         (
             ["--strategy=dpd"],
@@ -141,7 +141,7 @@ def test_the_uses_of_a_trained_model_exclude_each_other_and_a_dry_run() -> None:
         "--evaluate-only and --predict are two uses of a model: give one of them"
     ]
     assert problems("--predict=x", "--dry-run") == [
-        "--predict does not go with --dry-run, which loads no model: leave out one"
+        "--predict cannot be combined with --dry-run, which loads no model: leave out one"
     ]
     assert problems("--checkpoint=3") == [
         "--checkpoint 3 belongs to --evaluate-only or --predict, and would be ignored here: leave "
@@ -265,13 +265,13 @@ def test_what_contradicts_each_other_is_refused() -> None:
     for strategy in ("local-sgd", "ps"):
         (fp16,) = problems(f"--strategy={strategy}", "--precision=fp16", rank_info=ranks(2))
         assert fp16 == (
-            f"--strategy {strategy} does not go with --precision fp16: ranks that step by "
+            f"--strategy {strategy} cannot be combined with --precision fp16: ranks that step by "
             "themselves would scale their losses differently; use --precision bf16"
         )
     (norm,) = problems("--strategy=ps", "--sync-batch-norm", rank_info=ranks(2))
-    assert norm.startswith("--strategy ps does not go with --sync-batch-norm, ")
+    assert norm.startswith("--strategy ps cannot be combined with --sync-batch-norm, ")
     (saves,) = problems("--strategy=ps", "--checkpoint-every=auto", rank_info=ranks(2))
-    assert saves.startswith("--strategy ps does not go with --checkpoint-every auto, ")
+    assert saves.startswith("--strategy ps cannot be combined with --checkpoint-every auto, ")
     (exact,) = problems("--reduce=exact", "--strategy=fsdp", rank_info=ranks(2))
     assert exact.startswith("--reduce exact keeps the whole model on each rank: ")
     (shards,) = problems("--reduce=exact", rank_info=ranks(3))
@@ -286,7 +286,7 @@ def test_what_contradicts_each_other_is_refused() -> None:
         ("tcp://host:0", "'tcp://host:0' must be tcp://HOST:PORT: "),
         ("tcp://host:70000", "'tcp://host:70000' must be tcp://HOST:PORT: "),
         ("file://here", "'file://here' must be file:///PATH: a full path"),
-        ("file:///no/such/place", "file:///no/such/place: there is no directory /no/such"),
+        ("file:///no/such/place", "file:///no/such/place: directory /no/such does not exist"),
         ("etcd://x", "'etcd://x' is unknown: use env://, tcp://HOST:PORT or "),
     ],
 )
@@ -330,7 +330,7 @@ def test_epochs_are_rounded_up_to_whole_steps() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TRAIN_ATTEMPT": "two"}, "TRAIN_ATTEMPT='two' is no whole number"),
+        ({"TRAIN_ATTEMPT": "two"}, "TRAIN_ATTEMPT='two' is not a whole number"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK: each process would take itself for rank"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         (

@@ -335,7 +335,7 @@ class Choosy(Task):
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        ({"strategy": "ps"}, "have a device each"),
+        ({"strategy": "ps"}, "with one device per rank"),
         ({"strategy": "fsdp"}, "on how many ranks? Say so with --dp-shard 8"),
         ({"device_memory": "80"}, "write a number and a unit"),
         ({"task": "chars", "tp": 3}, "does not divide"),

@@ -180,7 +180,7 @@ def test_a_lost_rank_is_told_from_where_this_one_was() -> None:
     raw = RuntimeError("[tcp/pair.cc:553] Connection closed by peer\n [127.0.0.1]:5")
     assert lost(raw, TrainingProgress(steps=9, step=3)) == (
         "another rank went away while this one was at step 4 of 9 (its own output says why, or its "
-        "node's); start again to go on from the newest checkpoint "
+        "node's); start again to continue from the newest checkpoint "
         "[[tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5]"
     )
     assert lost(raw, None).startswith("another rank went away before the first step (")

@@ -81,7 +81,7 @@ def test_a_killed_rank_is_torchruns_root_cause_and_others_say_where_they_were(
     printed, _, report = run.finish(1).output().partition(" FAILED\n")
     said = re.findall(
         r"^train: rank [02]: another rank went away while this one was at step \d+ of 100000 "
-        r"\(.*\); start again to go on from the newest checkpoint \[.*\]$",
+        r"\(.*\); start again to continue from the newest checkpoint \[.*\]$",
         printed,
         re.MULTILINE,
     )
@@ -205,8 +205,8 @@ def test_a_directory_of_another_configuration_is_refused_and_left_alone(
     before = first.contents()
     other = start.single(*FLAGS, "--steps=9", "--lr=0.1", "--seed=7", run_dir=run_dir).finish(2)
     assert other.output() == (
-        f"train: {run_dir} holds a run of another configuration: give this one another --run-dir, "
-        "or the values that stand there:\n"
+        f"train: {run_dir} holds a run of another configuration: use another --run-dir, "
+        "or the values recorded there:\n"
         "  lr: 0.005 there, 0.1 here\n"
         "  seed: 0 there, 7 here\n"
     )
@@ -325,7 +325,7 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
         assert (outcome["status"], outcome["rank"]) == ("fatal", None)
         assert outcome["reason"] == (
             "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
-            "that node); mend or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
+            "that node); fix or leave out these nodes, or start all with CUDA_VISIBLE_DEVICES= to "
             f"train on the CPU:\n  rank 0 on {socket.gethostname()}"
         )
         # By rank 0, or, if torchrun ends it first, in torchrun's report of the other.

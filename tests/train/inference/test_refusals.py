@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_by_the_training_but_not_if_it_wa
     assert used(copy, evaluate_only=True) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"digits, step {STEPS[0]}: ")
-    assert err.startswith(f"train: passing over a damaged checkpoint: {path}: ")
+    assert err.startswith(f"train: skipping a damaged checkpoint: {path}: ")
     assert refused(copy, checkpoint=STEPS[-1]).startswith(
         f"{copy} has no whole checkpoint of step {STEPS[-1]}\n  {path}: "
     )
@@ -221,10 +221,10 @@ def test_a_full_disk_leaves_finished_parts_to_go_on_with(
     folder = tmp_path / "file.parts"
     assert capsys.readouterr().err == (
         f"train: cannot write {file}: {folder / 'part-000002.jsonl'}: No space left on device; "
-        f"finished parts stay in {folder}: start again to go on when this is mended\n"
+        f"finished parts stay in {folder}: fix this, then start again to continue\n"
     )
     assert used(trained, predict=file) == 0
-    assert "going on: 2 of 6 parts are there\n" in capsys.readouterr().out
+    assert "continuing: 2 of 6 parts exist\n" in capsys.readouterr().out
 
 
 def test_nodes_with_run_directories_of_their_own_are_sent_the_weights(

@@ -78,7 +78,7 @@ def test_a_killed_prediction_goes_on_with_other_ranks_and_ends_in_the_same_bytes
     (tmp_path / "file.parts" / parts[0]).write_text("")
     ended = use(then, home, f"--predict={file}", *flags)
     assert ended.status == 0, ended.output
-    assert f"going on: {len(parts) - 1} of 23 parts are there" in ended.output
+    assert f"continuing: {len(parts) - 1} of 23 parts exist" in ended.output
     assert file.read_bytes() == (home / "unbroken").read_bytes()
     assert not (tmp_path / "file.parts").exists()
 
@@ -92,7 +92,7 @@ def test_a_stop_request_ends_a_prediction_at_once_with_75(home: Path, tmp_path: 
         order.unlink()
     assert stopped.status == 75
     assert stopped.output.splitlines()[-1] == (
-        "train: stopped by SIGTERM; start again to go on with the parts that are there"
+        "train: stopped by SIGTERM; start again to continue with the existing parts"
     )
     assert use(1, home, f"--predict={tmp_path / 'file'}").status == 0
     assert (tmp_path / "file").read_bytes() == (home / "unbroken").read_bytes()
@@ -148,4 +148,4 @@ def test_parts_of_another_command_are_refused_and_stay(home: Path, tmp_path: Pat
     (folder / "command.json").unlink()
     refused = use(1, home, f"--predict={file}")
     assert refused.status == 2
-    assert "has no command.json, so nothing says whose parts these are" in refused.output
+    assert "has no command.json, so the origin of its parts is unknown" in refused.output

@@ -101,7 +101,7 @@ def test_a_classifier_predicts_the_class_and_its_probability() -> None:
         (torch.zeros(2), "predictions() gave Tensor, not values by name"),
         (
             {"index": torch.zeros(2)},
-            "predictions() gave 'index', which stands in each line already",
+            "predictions() gave 'index', which every line already has",
         ),
         (
             {"x": torch.zeros(3)},

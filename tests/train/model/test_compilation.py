@@ -219,7 +219,7 @@ def refusal(rank: int, folder: Path) -> str:
 
 def test_a_piece_that_is_handed_a_dtensor_is_not_compiled(tmp_path: Path) -> None:
     for said in on_ranks(2, refusal, tmp_path):
-        assert said.startswith("--compile: piece '2' is given a DTensor, whose gradient torch.comp")
+        assert said.startswith("--compile: piece '2' receives a DTensor, and torch.comp")
 
 
 def test_copies_of_a_compiled_model_on_several_gpus_are_refused(
@@ -228,7 +228,7 @@ def test_copies_of_a_compiled_model_on_several_gpus_are_refused(
     gpus = [torch.device("cuda", number) for number in range(2)]
     monkeypatch.setattr("train.parallel.one_process.devices", lambda listed: gpus)
     for flag in ("compile", "activation_checkpointing"):
-        with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} does not go with"):
+        with pytest.raises(UsageError, match=f"--{flag.replace('_', '-')} cannot be combined with"):
             trainer_for(0, 1, tmp_path, strategy="dataparallel", **{flag: True})
 
 

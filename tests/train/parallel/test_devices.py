@@ -292,7 +292,7 @@ def test_tensors_of_several_ranks_draw_without_asking_others(
 def test_data_larger_than_a_gpu_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(inputs=torch.zeros(2**20), targets=torch.zeros(2**20))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**22, 2**33))
-    with pytest.raises(UsageError, match=r"task 'wide': .* have 0\.0 GiB, of which each GPU gets"):
+    with pytest.raises(UsageError, match=r"task 'wide': .* have 0\.0 GiB\. Each GPU gets"):
         resident(batch, torch.device("cuda", 0), task="wide")
     assert resident(batch, HERE, task="wide") is not None
 

@@ -59,7 +59,7 @@ def test_gradients_reduced_in_each_micro_batch_equal_one_process(world: int) -> 
 def test_pipelines_refuse_to_reduce_in_each_micro_batch() -> None:
     config = Config(task="chars", pp=2, dp_shard=2, gradient_sync="each", spawn=4)
     (problem,) = compatibility.problems(config, RankInfo())
-    assert problem.startswith("--gradient-sync each does not go with --pp: ")
+    assert problem.startswith("--gradient-sync each cannot be combined with --pp: ")
 
 
 @pytest.mark.parametrize("chosen", [{"strategy": "ddp"}, {"tp": 2}, {"tp": 1, "dp_replicate": 2}])

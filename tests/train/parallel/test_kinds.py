@@ -38,12 +38,16 @@ Case = tuple[str, dict[str, Any], str]
 """Task, options, and the message that refuses it; '' where it trains as one process does."""
 
 HOOKED = r".*parameter 'first\.0\.weight' has a hook \(register_\w+\(\)\), which would never run.*"
-HELD = r".*{} '{}' beside its module, and would keep the initial values for ever.*"
+HELD = r".*{} '{}' beside its module, and would keep the initial values forever.*"
 LIST = HELD.format("attribute 'list' of module 'middle.0' refers to", "middle.0.weight")
 CLOSURE = HELD.format("closure.* refers to", "middle.0.weight")
 VIEW = HELD.format("attribute 'held' of module 'middle.0' refers to", "middle.0.weight")
 MEMORY = HELD.format("attribute 'held' .* shares the memory of", "middle.0.weight")
 WRITTEN = r".*in step {} forward\(\) of its model writes middle\.0\.\w+, {}.*"
+GATHERED = (
+    r".*in step {} forward\(\) of its model writes middle\.0\.\w+ "
+    r"\(ranks gather copies of it and drop them.*"
+)
 
 TWO: list[Case] = [
     *(("Kind", how, RIGHT) for how in (DDP, FSDP, META, EXACT, TP, PP, ZB)),
@@ -105,7 +109,7 @@ TWO: list[Case] = [
     *((task, how, RIGHT) for task in ("Clamped", "ThroughData") for how in (DDP, EXACT, TP)),
     *((task, how, RIGHT) for task in ("Followed", "AtFirst", "Later") for how in (DDP, TP)),
     *(
-        (task, FSDP, WRITTEN.format(step, "of which ranks gather copies and drop them"))
+        (task, FSDP, GATHERED.format(step))
         for task, step in (
             ("Clamped", 1), ("ThroughData", 1), ("Followed", 1), ("BySamples", 1),
             ("AtFirst", 1), ("Later", 2),

@@ -82,7 +82,7 @@ def test_hsdp_shards_within_a_node_and_replicates_across_nodes() -> None:
             6,
             dict(tp=4, pp=2),
             "the sizes of the mesh do not fit 6 ranks: pp 2 x tp 4 = 8; start 8 ranks, or choose "
-            "sizes whose product is 6",
+            "sizes with a product of 6",
         ),
         (
             "hybrid",
@@ -96,7 +96,7 @@ def test_hsdp_shards_within_a_node_and_replicates_across_nodes() -> None:
             6,
             dict(tp=4),
             "the sizes of the mesh do not fit 6 ranks: tp 4 = 4; start 4 ranks, or choose sizes "
-            "whose product is 6",
+            "with a product of 6",
         ),
         (
             "ddp",
@@ -110,8 +110,8 @@ def test_hsdp_shards_within_a_node_and_replicates_across_nodes() -> None:
             "single",
             2,
             {},
-            "--strategy single uses one process, but there are 2: each would train a model of its "
-            "own; use --strategy ddp, or start one process",
+            "--strategy single uses one process, but there are 2: each would train a separate "
+            "model; use --strategy ddp, or start one process",
         ),
         (
             "manual",

@@ -176,9 +176,9 @@ ZERO_BUBBLE: dict[str, object] = {
     "strategy": "pp", "micro_batch": 2, "pp_schedule": "ZBVZeroBubble",
 }  # fmt: skip
 SPARSE = (
-    "task 'deep': layer '0' (Embedding, sparse=True) has sparse gradients, which do not go with "
-    "{}; use dense ones (sparse=False), or --optimizer sgd --momentum 0 --weight-decay 0 with "
-    "--strategy ddp"
+    "task 'deep': layer '0' (Embedding, sparse=True) has sparse gradients, which cannot be "
+    "combined with {}; use dense ones (sparse=False), or --optimizer sgd --momentum 0 "
+    "--weight-decay 0 with --strategy ddp"
 )
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("Words", {"strategy": "fsdp"}, SPARSE.format("--strategy fsdp")),
@@ -200,9 +200,9 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (
         "Parametrized",
         {"tp": 2},
-        "--tp 2: tensor_plan() of task 'deep' cuts layer '1', whose weight is computed by a "
-        "parametrization (weight_norm, orthogonal, ...) of all of it: leave '1' out of the plan, "
-        "or use --strategy fsdp",
+        "--tp 2: tensor_plan() of task 'deep' cuts layer '1', but a "
+        "parametrization (weight_norm, orthogonal, ...) computes its weight as a whole: leave "
+        "'1' out of the plan, or use --strategy fsdp",
     ),
     (
         "Twice",
@@ -253,8 +253,8 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     (
         "ByHand",
         DDP,
-        "task 'deep': parameter 'rows' has sparse gradients, which --strategy ddp exchanges for an "
-        "nn.Embedding or nn.EmbeddingBag beside other layers only: use one in place of "
+        "task 'deep': parameter 'rows' has sparse gradients. --strategy ddp exchanges them only "
+        "for an nn.Embedding or nn.EmbeddingBag beside other layers: use one instead of "
         "functional.embedding(), or dense gradients (sparse=False)",
     ),
 ]
@@ -298,7 +298,9 @@ def test_sparse_gradients_are_refused_before_a_step_where_an_option_cannot_take_
     assert refusal(0, 1, tmp_path, **words) == SPARSE.format(flags)
     rows = {**PLAIN, "task": f"{NAME}ByHand", "momentum": 0.9}
     by_hand = refusal(0, 1, tmp_path, steps=1, **rows)
-    assert by_hand.startswith("task 'deep': parameter 'rows' has sparse gradients, which do not go")
+    assert by_hand.startswith(
+        "task 'deep': parameter 'rows' has sparse gradients, which cannot be combined"
+    )
 
 
 def test_sparse_gradients_train_as_dense_ones_do(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_ties_branches_and_frozen_parts_train_as_in_one_process(cases: list[Case
 FSDP, TP, CP = {"strategy": "fsdp"}, {"tp": 2}, {"cp": 2}
 PP = {"pp": 2, "micro_batch": 2}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Skipping", FSDP, "'first' is left out: ranks whose data take another way"),
+    ("Skipping", FSDP, "'first' is left out: ranks that take another branch"),
     (
         "Skipping", PP,
         "do not compute what its model does: for the same sample other numbers come out",
@@ -140,7 +140,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "--tp 2 cannot share parameter blocks.0.feed.0.weight [11, 16] evenly along dimension 0: "
         "11 = 5 x 2 + 1",
     ),
-    ("LookingTied", CP, "asks for a number of its data (item(), or an if on a"),
+    ("LookingTied", CP, "reads a value of its data (item(), or an if on a"),
     (
         "CountsSamples", CP,
         "count() of task 'chars' gives 8 for whole sequences, but 8 + 8 for their parts",

@@ -46,7 +46,10 @@ def test_a_first_start_is_proved_or_refused_and_a_later_one_goes_on(tmp_path: Pa
     assert not (tmp_path / "a/metrics.jsonl").exists()
     accepted = train(tmp_path / "a", "Normed", *CUT, "--accept", "batch-norm")
     assert accepted.status == 0, accepted.output
-    line = r"proof: 3 steps of 4 samples .*, but for what is accepted \(batch-norm\) \(\d+\.\d s\)"
+    line = (
+        r"proof: 3 steps of 4 samples .*, except for accepted differences "
+        r"\(batch-norm\) \(\d+\.\d s\)"
+    )
     assert re.search(line, accepted.output)
     record = json.loads((tmp_path / "a/proof.json").read_text())
     assert record["equal"] is True and record["accepted"] == ["batch-norm"]
@@ -64,7 +67,7 @@ def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) 
     assert "no proof before training: the model or" in missing.output
     forced = train(tmp_path / "b", "Shuffled", *CUT, "--verify")
     assert forced.status == 2
-    assert "--verify: there is no proof: the model or the loss draws random" in forced.output
+    assert "--verify: no proof is possible: the model or the loss draws random" in forced.output
     unwanted = train(tmp_path / "c", "Normed", *CUT, "--no-verify")
     assert unwanted.status == 0 and "proof: " not in unwanted.output
 

@@ -57,8 +57,8 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(
     with pytest.raises(RefusedError) as caught:
         claimed(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path} holds checkpoints of another configuration: remove them, or give this run "
-        "another --run-dir, or the values that stand there:\n"
+        f"{tmp_path} holds checkpoints of another configuration: remove them, or use another "
+        "--run-dir, or the values recorded there:\n"
         f"  rank 0 on {socket.gethostname()}: {theirs}\n"
         "    hidden: 128 there, nothing here\n"
         "    lr: 0.2 there, 0.1 here\n"
@@ -89,7 +89,7 @@ def test_a_directory_of_a_newer_version_is_refused_and_stays(
     with pytest.raises(RefusedError) as caught:
         claimed(tmp_path)
     assert str(caught.value) == (
-        f"{path} {said}: go on with the version that wrote it, or give this run another --run-dir"
+        f"{path} {said}: continue with the version that wrote it, or use another --run-dir"
     )
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert path.read_text() == '{"version": 2, "identity": 7, "status": 7}'
@@ -101,11 +101,11 @@ OLD = {"task": "old.py:T", "lr": 0.1, "seed": 0, "train_samples": 9, "hidden": 8
 @pytest.mark.parametrize(
     ("now", "adopt", "reason"),
     [
-        ({}, None, "add --adopt old.py:T if its task is the same as this one, or give"),
-        ({}, "other.py:T", "--adopt other.py:T does not fit, as its task is 'old.py:T': give"),
-        ({"lr": 0.2}, "old.py:T", "--adopt old.py:T does not fit, as lr must not differ: give"),
-        ({"lr": 0.2}, None, "give"),
-        ({"train_samples": 8}, "old.py:T", "as train_samples must not differ: give"),
+        ({}, None, "add --adopt old.py:T if its task is the same as this one, or use"),
+        ({}, "other.py:T", "--adopt other.py:T does not fit, as its task is 'old.py:T': use"),
+        ({"lr": 0.2}, "old.py:T", "--adopt old.py:T does not fit, as lr must not differ: use"),
+        ({"lr": 0.2}, None, "use another"),
+        ({"train_samples": 8}, "old.py:T", "as train_samples must not differ: use"),
         ({}, "old.py:T", ""),
         ({"hidden": 9}, "old.py:T", ""),
     ],

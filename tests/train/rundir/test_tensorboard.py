@@ -136,7 +136,7 @@ def odd_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
             assert list((tmp_path / "else").iterdir()) == []
         case "file":
             folder.touch()
-            yield folder.parent, f"{folder}: is no folder"
+            yield folder.parent, f"{folder}: is not a folder"
         case kind:
             if os.getuid() != 0:
                 pytest.skip("needs root: mounts a small disk")

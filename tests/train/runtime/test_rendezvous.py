@@ -174,7 +174,7 @@ def test_a_file_that_a_killed_run_left_is_no_trap(meeting: Meeting, tmp_path: Pa
     assert meeting.said(meeting.rank(plain_killed, 0, ghost)) == "the other is there: False"
     assert meeting.said(meeting.rank(plain_killed, 1, ghost)) == "the other is there: True"
     alone = meeting.said(meeting.rank(ours_impatient, 1, method))
-    assert alone.startswith("waited in vain for rank 0 of 2, ")
+    assert alone.startswith("timed out waiting for rank 0 of 2, ")
     assert meeting.of_two(ours, method) == ["sum 3.0"] * 2
     assert not list(tmp_path.glob("here*"))
     # A later try has a file of its own, and takes the earlier ones' away.
@@ -242,7 +242,7 @@ def test_a_straggler_of_the_same_torchrun_is_no_other_run() -> None:
     rank_info = RankInfo(rank=1, world_size=2, launched=True, launch="job-7")
     store = HashStore()
     assert enter(PrefixStore("train/0", store), rank_info) is None
-    with pytest.raises(PeerError, match="one of them is left over from an earlier try"):
+    with pytest.raises(PeerError, match="one of them is left over from an earlier start"):
         gather(store, dataclasses.replace(rank_info, restart=1), "tcp://here:1")
 
 
@@ -448,7 +448,7 @@ def test_a_rank_that_never_comes_is_waited_for_as_long_as_was_asked(
     said = meeting.said(meeting.rank(ours_impatient, 0, method))
     assert said.endswith(", collateral: True")
     if kind == "file":
-        assert said.startswith("waited in vain for rank 1 of 2, ")
+        assert said.startswith("timed out waiting for rank 1 of 2, ")
 
 
 def limits(rank: int, folder: Path) -> set[float]:

@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_all_and_makes_the_run_retryable(spawned: Spawned) ->
     os.kill(spawned.ranks[1], signal.SIGKILL)
     assert run.wait() == 1
     assert run.outcome()["status"] == "retryable"
-    said = "train: rank 1 was ended by signal SIGKILL, perhaps the kernel's for want of memory"
+    said = "train: rank 1 was ended by signal SIGKILL, perhaps by the kernel (out of memory)"
     assert [line for line in run.output().splitlines() if "was ended by" in line] == [said]
     assert spawned.nothing_is_left()
 

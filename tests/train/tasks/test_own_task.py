@@ -111,11 +111,11 @@ class Mine(Classifier):
         ),
         ("Mien", MINIMAL, r"{file} has no class 'Mien'; did you mean 'Mine'\?"),
         ("Other", MINIMAL, r"{file} has no class 'Other'; there are Mine"),
-        ("Mine", "x = 1\n", r"{file} has no class 'Mine'; it has no task at all"),
+        ("Mine", "x = 1\n", r"{file} has no class 'Mine'; it contains no task"),
         (
             "Settings",
             MINIMAL,
-            r"{file}: Settings is no task: write `class Settings\(Task\):` with "
+            r"{file}: Settings is not a task: write `class Settings\(Task\):` with "
             "`from train.tasks import Task`",
         ),
         (
@@ -152,9 +152,9 @@ def test_a_mistake_in_the_file_is_explained(
         ("my_task.py", "task 'my_task.py' lacks the name of its class: FILE.py:CLASS"),
         (
             "here.py:my class",
-            "task 'here.py:my class': 'my class' is no name of a class: FILE.py:CLASS",
+            "task 'here.py:my class': 'my class' is not a class name: write FILE.py:CLASS",
         ),
-        ("gone.py:Task", "task 'gone.py:Task': there is no file {home}/gone.py"),
+        ("gone.py:Task", "task 'gone.py:Task': file {home}/gone.py does not exist"),
         ("my_task:Task", "unknown task 'my_task:Task'; known are digits, fashion-mnist, "
             "shuttle, chars, and FILE.py:CLASS for your own"),
     ],
@@ -398,7 +398,7 @@ def test_a_task_that_leaves_is_no_finished_run(start: Start, tmp_path: Path) -> 
         (
             "torch.nn.Linear(*(4, 3))",
             "5",
-            "task 'mine.py:Mine': model() gave int, which is no torch.nn.Module",
+            "task 'mine.py:Mine': model() gave int, which is not a torch.nn.Module",
         ),
         (
             "torch.zeros(5))",

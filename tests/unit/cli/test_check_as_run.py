@@ -24,10 +24,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nodes": ("resources: {nnodes: 5000}", "5000 simulated nodes with 1 workers or GPUs each"),
     "switch": ("args: [--x, 1]\nsweep: {grid: {--x: [true, false]}}", "--x is true or false in"),
     "twice": ("sweep: {grid: {--x: [a, a]}}", "points 0 and 1 set the same; leave one out"),
-    "script": ("module: null\nscript: nowhere.py", "script: there is no file 'nowhere.py' in '"),
+    "script": ("module: null\nscript: nowhere.py", "script: no file 'nowhere.py' in '"),
     "workdir": (
         "module: null\nscript: here.py\nworkdir: /usr",
-        "script: there is no file 'here.py' in '/usr'",
+        "script: no file 'here.py' in '/usr'",
     ),
     "secret": ("secrets: [NOWHERE, NEITHER]", "secrets are not set here: NOWHERE, NEITHER; "),
     "secret file": ("secrets: {A: {file: /proc/version}}", "others may read /proc/version; chmod"),
@@ -37,8 +37,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "after": ("after: [probe-1]", "after: only Slurm lets a job wait for another"),
     "elastic": ("resources: {nnodes: {min: 1, max: 2}}", "needs retries.in_job"),
     "stop": ("stop: {grace: 5m}\ntime_limit: 5m", "stop.grace 5m does not fit"),
-    "stall": ("stall_timeout: never\nlog_pattern: '(?P<step>x)'", "log_pattern is read by the"),
-    "notify": ("notify: {webhook: $HOOK}", "notify.webhook is $HOOK, which is no secret of"),
+    "stall": ("stall_timeout: never\nlog_pattern: '(?P<step>x)'", "log_pattern needs the"),
+    "notify": ("notify: {webhook: $HOOK}", "notify.webhook is $HOOK, which is not a secret of"),
     "key": ("nnode: 1", "unknown key 'nnode'"),
     "none": ("module: null", "give one of module, script and command"),
 }
@@ -106,7 +106,7 @@ WRONG = {
     "both": ("--steps 3 --epochs 3", "--steps and --epochs both say when to end"),
     "mesh": ("--strategy fsdp --dp-shard 3", "3"),
     "task": ("--task digit", "unknown task 'digit'; did you mean 'digits'?"),
-    "file": ("--task mine.py:Mine", "there is no file"),
+    "file": ("--task mine.py:Mine", "/mine.py does not exist"),
     "config": ("--config none.toml", "--config none.toml: No such file or directory"),
     "key": ("--config some.toml", "some.toml:1: unknown key 'epoch'; did you mean 'epochs'?"),
 }
@@ -226,7 +226,7 @@ def test_verify_proves_a_job_here(toolkit: Toolkit) -> None:
     many = job_file("module: train\nresources: {nproc_per_node: 32}\nargs: [--global-batch, 64]")
     assert "at most 16, not 32; prove a smaller" in toolkit("check", many, "--verify")[1]
     status, found = toolkit("check", job_file(""), "--verify")
-    assert status == 1 and "--verify proves jobs of `module: train`" in found
+    assert status == 1 and "--verify proves only jobs with `module: train`" in found
 
 
 @pytest.mark.slow

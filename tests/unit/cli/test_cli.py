@@ -98,7 +98,7 @@ def outcome(done: Result) -> tuple[int, str, str]:
         (b"name: a\n\tmodule: m\n", "bad.yaml:2: a tab; YAML is indented with spaces\n"),
         (
             b"name: a\nmodule: m\nenv:\n  A: x\n  A: y\n",
-            "bad.yaml:5: the key 'A' stands twice; the first is at bad.yaml:4\n",
+            "bad.yaml:5: duplicate key 'A'; the first is at bad.yaml:4\n",
         ),
         (
             b"name: a\n---\nname: b\n",
@@ -115,7 +115,7 @@ def outcome(done: Result) -> tuple[int, str, str]:
             b"a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\n"
             b"c: &c [*b,*b,*b,*b,*b,*b,*b,*b]\nd: &d [*c,*c,*c,*c,*c,*c,*c,*c]\n"
             b"e: &e [*d,*d,*d,*d,*d,*d,*d,*d]\nf: &f [*e,*e,*e,*e,*e,*e,*e,*e]\n",
-            "bad.yaml:1: more than 100000 values, aliases counted where they stand\n",
+            "bad.yaml:1: more than 100000 values, aliases counted at each use\n",
         ),
         (
             b"name: a\nmodule: m\nresources: {nnodes: " + b"9" * 5000 + b"}\n",
@@ -556,7 +556,7 @@ def test_goodput_is_a_table_or_json(program: Program, ended_run: Path) -> None:
 def test_without_a_run_the_newest_is_taken_and_named(
     program: Program, ended_run: Path, tmp_path: Path
 ) -> None:
-    message = "there are no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one\n"
+    message = "no runs yet; `toolkit submit JOB.yaml --to PROFILE` starts one\n"
     assert outcome(program("status")) == (2, "", message)
     record = registry.parse(json.loads((ended_run / "launch.json").read_text()))
     assert record is not None
@@ -615,7 +615,9 @@ def test_a_report_is_a_file_with_the_name_of_its_run(
     (tmp_path / "work" / "ended.html").write_text("my own")
     done = program("report", str(ended_run))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ended.html: is there and is no report; name another file with --output\n"
+    assert (
+        done.stderr == "ended.html: exists and is not a report; name another file with --output\n"
+    )
     assert (tmp_path / "work" / "ended.html").read_text() == "my own"
 
 

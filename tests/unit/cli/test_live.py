@@ -75,7 +75,7 @@ def test_a_narrow_terminal_has_the_progress_below_the_name() -> None:
 
 
 def test_without_a_run_a_sentence_says_so() -> None:
-    assert drawn(40) == "no run of yours goes on\n"
+    assert drawn(40) == "you have no active runs\n"
 
 
 @pytest.mark.parametrize("columns", [40, 200])

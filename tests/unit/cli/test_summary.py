@@ -103,7 +103,7 @@ def test_what_a_run_without_a_step_waits_for_is_shown_while_it_runs(tmp_path: Pa
         ({"equal": True, "missing": "", "accepted": []}, None),
         (
             {"equal": True, "missing": "", "accepted": ["batch-norm", 7]},
-            "equal to one process, but for accepted differences: batch-norm",
+            "equal to one process, except for accepted differences: batch-norm",
         ),
         (
             {"equal": False, "missing": "random\x1b[2J", "accepted": []},

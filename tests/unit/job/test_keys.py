@@ -235,12 +235,12 @@ def test_hexadecimal_numbers_are_numbers() -> None:
         ("secrets: 1", "secrets: must be a list of names, or a mapping of names to places, not 1"),
         ("secrets: {A: b}", "secrets.A: must be a mapping of keys to values, not '***'"),
         ("time_limit: [4h]", "time_limit: must be a string with a unit, not a list"),
-        ("log_pattern: '('", "log_pattern: '(' is no regular expression of Python: missing ), "
-         "unterminated subpattern at position 0"),
+        ("log_pattern: '('", "log_pattern: '(' is not a valid Python regular expression: missing "
+         "), unterminated subpattern at position 0"),
         ("log_pattern: step", "log_pattern: 'step' has no group named step; write it like "
          r"'step (?P<step>\d+) .* loss (?P<loss>\S+)'"),
-        ("log_pattern: (?P<step>.)(?P<time>.)", "log_pattern: the group 'time' has a meaning of "
-         "its own in metrics.jsonl; rename it"),
+        ("log_pattern: (?P<step>.)(?P<time>.)", "log_pattern: the group name 'time' is reserved "
+         "in metrics.jsonl; rename it"),
         ("stall_timeout: nevr", "stall_timeout: 'nevr' is not a time; write it like 90s, 30m, 4h, "
          "1h30m or 01:30:00, or 'never'"),
         ("time_limit: 1.5", "time_limit: must be a string with a unit, not 1.5"),
@@ -331,5 +331,5 @@ def test_warm_ranks_are_those_of_a_script_or_module(
 
 
 def test_log_rank_without_a_pattern_is_refused() -> None:
-    message = "job.yaml:1: log_rank says whose output log_pattern reads, and there is none"
+    message = "job.yaml:1: log_rank has no effect without log_pattern: set log_pattern too"
     assert of_job("log_rank: last") == message

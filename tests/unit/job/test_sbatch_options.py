@@ -142,8 +142,8 @@ def refusal(folder: Path, line: str, *, kind: str = "job") -> str:
         ("{mail_type: x}", "sbatch.mail_type: 'mail_type' is written 'mail-type' here, as in "
          "sbatch's manual"),
         ("{nodes: 2}", "sbatch.nodes: 'nodes' is set by the toolkit: set resources.nnodes"),
-        ("{array: 1-4}", "sbatch.array: 'array' is set by the toolkit: set 'sweep', whose points "
-         "are the tasks of an array"),
+        ("{array: 1-4}", "sbatch.array: 'array' is set by the toolkit: set 'sweep': its points "
+         "become the tasks of an array"),
         ("{comment: [a, b]}", "sbatch.comment: an option has one value, not a list; write it as "
          'Slurm does, like "a,b"'),
         ("{comment: {a: b}}", "sbatch.comment: an option has one value, not a mapping; write it "
@@ -194,8 +194,8 @@ def test_options_of_the_command_line_keep_their_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("partition: a\nsbatch: {partition: b}", "'partition' stands under sbatch and as a key of "
-         "its own; keep one"),
+        ("partition: a\nsbatch: {partition: b}", "'partition' is set both under sbatch and as a "
+         "profile key: keep one"),
         ("gpus_flag: gpus-per-task\ngpu_type: a100", "gpus_flag 'gpus-per-task' with a gpu_type: "
          "Slurm 22.05 leaves CUDA_VISIBLE_DEVICES unset then; write gpus_flag: gres, or choose the "
          "nodes by sbatch: {constraint: …} and leave gpu_type out"),

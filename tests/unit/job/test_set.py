@@ -123,7 +123,7 @@ def test_set_reaches_into_lists_of_the_file(load: Load) -> None:
         ("resources.nnodes=[", "not YAML: did not find expected node content"),
         ("resources.nnodes=\udcff", "the character U+DCFF, which not every reader of YAML accepts"),
         ("resources={nnodes: 2, nnodes: 3}",
-         "the key 'nnodes' stands twice; the first is at --set resources={nnodes: 2, nnodes: "
+         "duplicate key 'nnodes'; the first is at --set resources={nnodes: 2, nnodes: "
          "3}"),
         ("env={A: 3.10}", 'env.A: 3.10 is not a string to YAML; write "3.10"'),
         ("env.X=\udcff", "env.X: '\\udcff' holds half a surrogate pair, which is not text"),

@@ -62,7 +62,7 @@ timelimit: 4h
 BIG_PROBLEMS = """\
 job.yaml:2: unknown key 'nmae'; did you mean 'name'?
 job.yaml:2: give one of module, script and command; found module and script
-job.yaml:2: 'LR' stands under env and under secrets; keep one
+job.yaml:2: 'LR' is in both env and secrets: keep one
 job.yaml:3: name: 'Digits' cannot be used; use at most 32 of a-z, 0-9 and '-', a letter first \
 and no '-' last (Kubernetes allows no other names, and adds to this one)
 job.yaml:5: script: '-c' would be read as an option of torchrun; write ./-c
@@ -85,10 +85,10 @@ job.yaml:20: env.RANK: 'RANK' is set by torchrun, the scheduler or the toolkit; 
 job.yaml:21: env.A-B: 'A-B' cannot be used; use letters, digits and underscores, no digit first
 job.yaml:22: as a key, ON is a boolean to YAML 1.1; write "ON" if you mean the text
 job.yaml:22: env.ON: on is a boolean to YAML 1.1; write "on" if you mean the text
-job.yaml:23: env.Z: nothing is written here; write "" for an empty string
+job.yaml:23: env.Z: the value is missing; write "" for an empty string
 job.yaml:24: env.NIL: null is not a string to YAML; write "null"
 job.yaml:25: env.NUL: '\\x00' holds a NUL byte, which no argument or variable can hold
-job.yaml:26: the key 'LR' stands twice; the first is at job.yaml:19
+job.yaml:26: duplicate key 'LR'; the first is at job.yaml:19
 job.yaml:27: stop.grace: '0s' is not longer than zero; write at least 1s
 job.yaml:27: unknown key 'garce' under 'stop'; did you mean 'grace'?
 job.yaml:29: retries.in_job: must be at least 0, not -1
@@ -126,7 +126,7 @@ def test_every_mistake_of_a_file_is_reported_at_once_with_its_line() -> None:
         ("- name: a\n", "job.yaml:1: the file is not a mapping of keys to values"),
         ("name\n", "job.yaml:1: the file is not a mapping of keys to values"),
         ("\n[a, {b: 1, b: 2}]\n", "job.yaml:2: the file is not a mapping of keys to values\n"
-         "job.yaml:2: the key 'b' stands twice; the first is at job.yaml:2"),
+         "job.yaml:2: duplicate key 'b'; the first is at job.yaml:2"),
     ],
 )  # fmt: skip
 def test_a_file_holds_one_mapping(text: str, message: str) -> None:
@@ -137,8 +137,8 @@ def test_problems_of_the_yaml_come_with_those_of_the_job() -> None:
     assert refusal("name: A\nname: b\nmodule: m\nimage: x\nimage: y\n").splitlines() == [
         "job.yaml:1: name: 'A' cannot be used; use at most 32 of a-z, 0-9 and '-', a letter first "
         "and no '-' last (Kubernetes allows no other names, and adds to this one)",
-        "job.yaml:2: the key 'name' stands twice; the first is at job.yaml:1",
-        "job.yaml:5: the key 'image' stands twice; the first is at job.yaml:4",
+        "job.yaml:2: duplicate key 'name'; the first is at job.yaml:1",
+        "job.yaml:5: duplicate key 'image'; the first is at job.yaml:4",
     ]
 
 

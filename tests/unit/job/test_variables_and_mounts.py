@@ -44,8 +44,8 @@ def test_names_beside_the_reserved_ones_are_free() -> None:
 @pytest.mark.parametrize("secrets", ["[B, A]", "{A: null, B: {secret: s, key: k}}"])
 def test_a_variable_is_public_or_secret(secrets: str) -> None:
     assert of_job(f"env: {{A: x, B: y, C: z}}\nsecrets: {secrets}").splitlines() == [
-        "job.yaml:1: 'A' stands under env and under secrets; keep one",
-        "job.yaml:1: 'B' stands under env and under secrets; keep one",
+        "job.yaml:1: 'A' is in both env and secrets: keep one",
+        "job.yaml:1: 'B' is in both env and secrets: keep one",
     ]
 
 
@@ -54,8 +54,8 @@ def test_secrets_are_names_or_places() -> None:
     assert listed.secrets == {"A": None, "B": None}
     assert listed == read("name: a\nmodule: m\nsecrets: {A: , B: null}\n")
     assert of_job("secrets:\n- 1\n- no\n- A\n- A\n- [x]") == (
-        "job.yaml:3: secrets: a name is wanted, not 1; a name is wanted, not ('x',); no is a "
-        "boolean to YAML 1.1; write \"no\" if you mean the text; 'A' stands twice"
+        "job.yaml:3: secrets: expected a name, not 1; expected a name, not ('x',); no is a "
+        "boolean to YAML 1.1; write \"no\" if you mean the text; 'A' is listed twice"
     )
     assert of_job("secrets: [a-b]") == (
         "job.yaml:3: secrets.a-b: 'a-b' cannot be used; "

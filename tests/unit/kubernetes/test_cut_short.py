@@ -170,7 +170,7 @@ def test_what_arrived_after_the_kill_is_taken_up_by_the_next_submission_of_it(
     argv = [str(TOOLKIT), "submit", "job.yaml", "--to", "site.yaml"]
     done = subprocess.run(argv, cwd=user.folder, capture_output=True, text=True, check=True)
     assert done.stdout == f"k8s://default/{first[0]}\n"
-    assert done.stderr == f"note: {first[0]} is taken up, whose submission was cut short\n"
+    assert done.stderr == f"note: {first[0]} continues after an interrupted submission\n"
     assert len(user.objects) == 2 and user.intents == []
     owned = [p["metadata"].get("ownerReferences") for p in user.server.objects_of("NetworkPolicy")]
     assert all(owned)

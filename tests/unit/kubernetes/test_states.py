@@ -284,7 +284,7 @@ def test_a_preempted_workload_a_held_one_and_one_that_is_not_there() -> None:
     )
     assert "has its quota" in queue_reason("q", workload_of(QuotaReserved={}))
     held = workload_of() | {"spec": {"active": False}}
-    assert queue_reason("q", held) == "queue 'q': held: somebody has deactivated its Workload"
+    assert queue_reason("q", held) == "queue 'q': held: its Workload was deactivated by hand"
     words = "The workload is deactivated due to exceeding the maximum number of re-queuing retries"
     gave_up = workload_of(
         Evicted={"reason": "DeactivatedDueToRequeuingLimitExceeded", "message": words}

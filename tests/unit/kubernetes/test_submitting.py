@@ -61,7 +61,7 @@ def test_without_a_cluster_the_error_says_what_is_missing_and_what_to_do(tmp_pat
     with pytest.raises(SchedulerMissing) as error:
         submit_by({"KUBECONFIG": str(file), "HOME": str(tmp_path)})
     assert str(error.value) == (
-        f"no Kubernetes cluster at hand: there is no {file}, and this is no pod of a cluster; "
+        f"no Kubernetes cluster found: {file} does not exist, and this is not a pod; "
         "name a context in the profile, or set KUBECONFIG; "
         "`toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` needs no Python "
         "client"
@@ -79,7 +79,7 @@ def test_a_broken_kubeconfig_is_no_traceback(tmp_path: Path) -> None:
     file = tmp_path / "config"
     for broken in ("{", "[]", "a: b", ""):
         file.write_text(broken)
-        with pytest.raises(SchedulerMissing, match="no Kubernetes cluster at hand"):
+        with pytest.raises(SchedulerMissing, match="no Kubernetes cluster found"):
             submit_by({"KUBECONFIG": str(file), "HOME": str(tmp_path)})
 
 
@@ -121,7 +121,7 @@ def test_a_token_that_has_become_too_old_is_read_again(
     known = yaml.safe_load(file.read_text())
     known["users"][0]["user"] = {"token": "renewed"}
     server.tokens = {"renewed"}
-    with pytest.raises(LauncherError, match=r"credentials \(Unauthorized\); log in anew"):
+    with pytest.raises(LauncherError, match=r"credentials \(Unauthorized\); log in again"):
         run.status()
     file.write_text(yaml.safe_dump(known))
     assert run.status() == status(PENDING)
@@ -158,7 +158,9 @@ def test_what_is_no_api_server_is_told(site: Site) -> None:
     site.server.faults = [Fault(method="GET", status=404, text="<html>", times=9)]
     run = site.submit()
     site.server.faults = [Fault(method="GET", status=201, text="<html>log in</html>")]
-    with pytest.raises(LauncherError, match=r"is no Kubernetes API server: b'<html>log in</html>'"):
+    with pytest.raises(
+        LauncherError, match=r"is not a Kubernetes API server: b'<html>log in</html>'"
+    ):
         run.status()
 
 

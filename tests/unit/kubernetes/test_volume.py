@@ -316,7 +316,7 @@ def test_a_connection_that_always_breaks_is_one_error_and_leaves_nothing(
 ) -> None:
     server.faults = [Fault(path=".*/exec", cut=7, times=3)]
     body_ran = False
-    with pytest.raises(Away, match=r"connection into pod t-transfer-\w+ is lost.*3 attempts"):  # noqa: SIM117
+    with pytest.raises(Away, match=r"lost the connection to pod t-transfer-\w+: .*3 attempts"):  # noqa: SIM117
         with placed(site.launcher._cluster, KINDS["Job"], rendered(site), {"f/x": b"1" * 10**6}):
             body_ran = True
     assert not body_ran
@@ -397,7 +397,7 @@ def test_who_is_killed_leaves_a_pod_that_ends_by_itself(
             lambda: server.object("Pod", pod)["status"]["phase"] in ("Failed", "Succeeded"),
             "it has ended",
         )
-        with pytest.raises(LauncherError, match=f"pod {pod} does not run any more"):
+        with pytest.raises(LauncherError, match=f"pod {pod} is no longer running"):
             files.write("x", b"y")
 
 

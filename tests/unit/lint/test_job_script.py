@@ -21,7 +21,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_missing_script_is_told_where_the_job_runs_on_this_machine(job: Path) -> None:
     (found,) = check(job, to=[HERE])
     assert (found.line, found.rule) == (2, "script-missing")
-    assert found.message.startswith("script: there is no file 'train.py' in ")
+    assert found.message.startswith("script: no file 'train.py' in ")
     assert check(job, to=[toolkit.KubernetesProfile(name="k8s")]) == check(job) == []
 
 

@@ -122,7 +122,7 @@ def test_lines_are_right_in_every_document_of_a_stream() -> None:
         ("apiVersion: v1\nkind: [\n", "m.yaml:3: not YAML: "),
         ("apiVersion: v1\n", "m.yaml:1: an object without kind; every manifest needs both"),
         ("apiVersion: v1\nkind: A\n---\n- b\n", "m.yaml:4: not an object; write apiVersion, "),
-        ("apiVersion: v1\nkind: A\nkind: B\n", "m.yaml:3: the key 'kind' stands twice; "),
+        ("apiVersion: v1\nkind: A\nkind: B\n", "m.yaml:3: duplicate key 'kind'; "),
         ("---\n# nothing\n", "m.yaml: the file holds no object"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_kinds_that_are_not_checked_are_named(tmp_path: Path) -> None:
     path.write_text(odd)
     done = CliRunner().invoke(cli, ["check", str(path)])
     assert (done.exit_code, done.stdout) == (0, f"{path}: fine\n")
-    assert "the fields of Oddity (example.com) are not checked; --schemas" in done.stderr
+    assert "the fields of Oddity (example.com) are not checked; add --schemas" in done.stderr
     done = CliRunner().invoke(cli, ["check", str(path), str(path), "--json"])
     assert (json.loads(done.stdout), "Oddity" in done.stderr) == ([], True)
     assert "Bake (example.com)" in unchecked_kinds(SCHEMAS / "bakes.yaml")
@@ -479,7 +479,7 @@ def test_a_message_names_the_version_and_the_length(tmp_path: Path) -> None:
     pod = "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n"
     pod += "  - {name: a, image: a/b:1, ports: [{name: etcd-client-port, containerPort: 1}]}\n"
     messages = {problem.rule: problem.message for problem in check_manifests(pod, "m")}
-    assert "it has 16 characters, and 15 are taken; shorten it" in messages["port-invalid"]
+    assert "it has 16 characters, and the limit is 15; shorten it" in messages["port-invalid"]
 
 
 def test_a_level_of_pod_security_comes_from_the_profile(tmp_path: Path) -> None:

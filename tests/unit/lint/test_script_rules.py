@@ -379,9 +379,9 @@ def test_srun_inherits_cpus_again_since_slurm_23_11() -> None:
 def test_a_message_says_what_hides_the_value() -> None:
     step = RUN.replace("$SLURM_JOB_ID", "'$SLURM_JOB_ID'")
     (problem,) = check_script(f"{TWO}{step} {WHERE} x.py\n", "x")
-    assert "single quotes keep $SLURM_JOB_ID as it stands" in problem.message
+    assert "single quotes prevent the expansion of $SLURM_JOB_ID" in problem.message
     (problem,) = check_script(f"{TWO}{RUN} x.py {WHERE}\n", "x")
-    assert "--rdzv-endpoint stands behind the script" in problem.message
+    assert "--rdzv-endpoint is after the script" in problem.message
 
 
 def test_a_directive_of_a_hyphen_alone_is_read_to_its_end() -> None:

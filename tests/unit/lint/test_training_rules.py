@@ -50,9 +50,9 @@ def test_nothing_is_found_in_our_own_code() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def f(:\n", "train.py:1: is no Python: "),
-        ("x = 1\n  y = 2\n", "train.py:2: is no Python: unexpected indent"),
-        ("print 'done'\n", "train.py:1: is no Python: "),
+        ("def f(:\n", "train.py:1: not valid Python: "),
+        ("x = 1\n  y = 2\n", "train.py:2: not valid Python: unexpected indent"),
+        ("print 'done'\n", "train.py:1: not valid Python: "),
         ("x = " + "(" * 5000 + ")" * 5000, "train.py"),
         ("a\0b", "train.py: "),
         ("x" * (1 << 18) + "y", "train.py: has 262145 characters"),
@@ -92,4 +92,4 @@ def test_options_for_jobs_are_refused(option: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = CliRunner().invoke(cli, ["check", str(tmp_path / "train.py"), option])
     assert done.exit_code == 2
-    assert "of a training script only its Python is read" in done.output
+    assert "a training script is only checked as Python code" in done.output

@@ -29,14 +29,14 @@ from toolkit.planning.slurm import SlurmPlan
         ),
         (
             {"nproc_per_node": 4, "gpus_per_node": 2},
-            "nproc_per_node 4 exceeds gpus_per_node 2; each worker needs a GPU of its own",
+            "nproc_per_node 4 exceeds gpus_per_node 2; each worker needs its own GPU",
         ),
         ({"cpus_per_node": 97}, "cpus_per_node 97 exceeds the 96 CPUs per node of profile 'a100'"),
         ({"nproc_per_node": 97}, "cpus_per_node 97 exceeds the 96 CPUs per node of profile 'a100'"),
         ({"memory": "901GiB"}, "memory 901GiB exceeds the 900GiB per node of profile 'a100'"),
         (
             {"memory": "64GiB", "shm": "65536MiB"},
-            "shm 64GiB leaves nothing of memory 64GiB, which it is part of",
+            "shm 64GiB uses all of memory 64GiB, and shm counts as memory",
         ),
     ],
 )
@@ -176,15 +176,15 @@ def mount(source: str, target: str) -> dict[str, Any]:
             "kubernetes",
             {},
             [mount("claim:a", "/")],
-            "mounts[0]: a mount at '/' would hide the container's own; choose another target, "
-            "like /data",
+            "mounts[0]: a mount at '/' would hide a folder of the container; choose another "
+            "target, like /data",
         ),
         (
             "kubernetes",
             {"runs_dir": "/dev/"},
             [],
-            "runs_dir '/dev/' of profile 'a100' would hide the container's own; write a folder "
-            "of its own, like /runs",
+            "runs_dir '/dev/' of profile 'a100' would hide a folder of the container; write "
+            "a separate folder, like /runs",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_kubernetes_needs_an_image_and_the_others_do_not() -> None:
 @pytest.mark.parametrize("image", ["https://reg.io/x:1", "-v", "UPPER/Case:1", "x@sha256:abc"])
 def test_what_is_no_name_of_an_image_is_refused_where_nodes_pull_it(image: str) -> None:
     assert refusal(job(image=image), site("kubernetes")) == (
-        f"image {image!r} is no name of an image, as nodes of profile 'a100' pull it; write it "
+        f"image {image!r} is not an image name that nodes of profile 'a100' can pull; write it "
         "like registry.example.com/team/train:1.2"
     )
 
@@ -229,8 +229,8 @@ def test_what_is_no_name_of_an_image_is_refused_where_nodes_pull_it(image: str) 
 def test_kubernetes_needs_to_know_where_secrets_are() -> None:
     spec = job(secrets={"A": None, "B": {"secret": "s", "key": "k"}, "C": None})
     assert refusal(spec, site("kubernetes")).splitlines() == [
-        f"secrets: where is {name}? Write {{{name}: {{secret: …, key: …}}}} in the job, or the key "
-        "'secret' in profile 'a100'"
+        f"secrets: {name} has no source; write {{{name}: {{secret: …, key: …}}}} in the job, or "
+        "the key 'secret' in profile 'a100'"
         for name in "AC"
     ]
     assert plan(spec, site("kubernetes", secret="keys")).secrets == {
@@ -275,8 +275,8 @@ def test_all_reasons_come_at_once() -> None:
         "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
         "and time_limit is 10s",
         "profile 'a100' runs containers; the job needs the key 'image'",
-        "secrets: where is S? Write {S: {secret: …, key: …}} in the job, or the key 'secret' in "
-        "profile 'a100'",
+        "secrets: S has no source; write {S: {secret: …, key: …}} in the job, or the key "
+        "'secret' in profile 'a100'",
         "mounts[0]: Pod Security 'restricted' of profile 'a100' allows no folder of the node "
         "('/a'); write claim:NAME",
     ]
@@ -325,7 +325,7 @@ def test_all_reasons_come_at_once() -> None:
             "mount-unwritable",
             {"mounts": [mount("/x/../y", "/x")]},
             {"pod_security": "privileged"},
-            "write the path out",
+            "write the full path",
         ),
         (
             "mount-target-taken",

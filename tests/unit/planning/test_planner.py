@@ -206,7 +206,7 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
     assert made.entry == ("-m", "train")
     assert [note.partition(":")[0] for note in made.notes] == [
         "profile 'a100' names no runs_claim",
-        "without runs_claim nobody can count failures or tell those that may pass",
+        "without runs_claim, failures are neither counted nor classified",
     ]
     plain = plan(job(), site("kubernetes", runs_claim="runs"))
     assert isinstance(plain, KubernetesPlan)
@@ -275,8 +275,8 @@ def test_the_same_few_and_many_are_a_plain_number() -> None:
         ({}, {}, "nnodes with min and max needs retries.in_job: without it, no rank starts again "
          "after a node is lost or has come"),
         ({"retries": {"in_job": 1}}, {"gpus_flag": "gpus-per-task"},
-         "nnodes with min and max cannot be had by gpus-per-task, since Slurm chooses how many "
-         "tasks there are; write gpus_flag: gres"),
+         "nnodes with min and max does not work with gpus-per-task, since Slurm chooses the "
+         "number of tasks; write gpus_flag: gres"),
     ],
 )  # fmt: skip
 def test_what_a_range_of_nodes_needs(

@@ -166,7 +166,7 @@ CHOICES = "valid are local, slurm, kubernetes"
         (
             "kind: x\nname: a\nname: b\n",
             f"PATH:1: kind: 'x' is not a choice; {CHOICES}\n"
-            "PATH:3: the key 'name' stands twice; the first is at PATH:2",
+            "PATH:3: duplicate key 'name'; the first is at PATH:2",
         ),
         ("kind: slurm\n\tname: a\n", "PATH:2: a tab; YAML is indented with spaces"),
     ],
@@ -294,7 +294,7 @@ def test_a_profile_arrives_as_it_was_written(tmp_path: Path) -> None:
         ("via: ssh é", "PATH:2: via: 'ssh é' cannot be used; write ssh HOST or ssh USER@HOST"),
         ("via: ssh lоgin1", "PATH:2: via: 'ssh lоgin1' cannot be used"),  # noqa: RUF001  Cyrillic
         ("via: ssh a\nremote_dir: work", "PATH:3: remote_dir: 'work' cannot be used; write /PATH"),
-        ("remote_dir: /work", "PATH: remote_dir without via"),
+        ("remote_dir: /work", "PATH: remote_dir needs via"),
     ],
 )
 def test_a_login_node_is_named_as_ssh_knows_it(tmp_path: Path, lines: str, message: str) -> None:

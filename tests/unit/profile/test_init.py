@@ -364,8 +364,8 @@ def test_without_a_default_profile_the_way_out_is_told(program: Program, command
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        "no profile is named, and there is no default one; `toolkit init` detects the site and "
-        "writes it, or name one with --to\n",
+        "no profile is selected, and there is no default profile: name one with --to, or run "
+        "`toolkit init`, which detects the site and writes a profile\n",
     )
 
 

@@ -198,10 +198,14 @@ def archive_of(table: Any, *, cut: int | None = None, more: str = "") -> bytes:
 
 
 STRANGE = {
-    "none of ours: it holds '../escaped.py'": archive_of({"../escaped.py": ""}),
-    "none of ours: it holds '/etc/x.py'": archive_of({"/etc/x.py": ""}),
-    "none of ours: it holds 'supervisor/a.pyc'": archive_of({"supervisor/a.pyc": ""}),
-    "none of ours: it holds '__main__.py', '.*', 'x.py'": archive_of({}, more="x.py"),
+    "not written by this toolkit: it contains '../escaped.py'": archive_of({"../escaped.py": ""}),
+    "not written by this toolkit: it contains '/etc/x.py'": archive_of({"/etc/x.py": ""}),
+    "not written by this toolkit: it contains 'supervisor/a.pyc'": archive_of(
+        {"supervisor/a.pyc": ""}
+    ),
+    "not written by this toolkit: it contains '__main__.py', '.*', 'x.py'": archive_of(
+        {}, more="x.py"
+    ),
     "its table holds no sources": archive_of(["supervisor/a.py"]),
     "its table holds no source.": archive_of({"supervisor/a.py": 1}),
     "it is cut short, or unpacks": archive_of({"supervisor/a.py": ""}, cut=-10),

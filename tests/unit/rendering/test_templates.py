@@ -138,9 +138,9 @@ def test_a_template_may_replace_ours(kind: str, tmp_path: Path) -> None:
          "templates know plan, job, profile, version, supervisor"),
         ("a\nb\n{% if %}\n", 3, "Expected an expression, got 'end of statement block'"),
         ("{{ job.name | quote }}\n", 1, "No filter named 'quote'."),
-        ("\n{% include 'other.j2' %}\n", 2, "there is no template 'other.j2'; the toolkit's own is "
-         "'toolkit/slurm/train.sbatch.j2'"),
-        ("{% extends 'slurm/base.j2' %}\n", 1, "there is no template 'slurm/base.j2'; the "
+        ("\n{% include 'other.j2' %}\n", 2, "template 'other.j2' does not exist; the toolkit's own "
+         "is 'toolkit/slurm/train.sbatch.j2'"),
+        ("{% extends 'slurm/base.j2' %}\n", 1, "template 'slurm/base.j2' does not exist; the "
          "toolkit's own is 'toolkit/slurm/train.sbatch.j2'"),
         ("{{ 1 / 0 }}\n", 1, "ZeroDivisionError: division by zero"),
         ('\n\n{{ "a\\nb" | sbatch }}\n', 3, "'a\\nb' holds a control character, which no #SBATCH "
@@ -185,7 +185,9 @@ def test_a_folder_without_the_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RenderError, match=r"templates' holds no slurm/train.sbatch.j2; write that"):
         rendered(slurm)
     nowhere = toolkit.SlurmProfile(name="s", templates_dir=str(tmp_path / "nowhere"))
-    with pytest.raises(RenderError, match="nowhere' is no folder; write that template, or leave"):
+    with pytest.raises(
+        RenderError, match="nowhere' is not a folder; write that template, or leave"
+    ):
         rendered(nowhere)
 
 

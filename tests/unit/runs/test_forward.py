@@ -90,7 +90,7 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path, until: Until) -> None:
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "board/digits").mkdir(parents=True)
     (tmp_path / "board/digits/thesis").touch()
-    with pytest.raises(toolkit.InputError, match="is there and holds other files; name another"):
+    with pytest.raises(toolkit.InputError, match="exists and contains other files; name another"):
         forward_to_board([ended(tmp_path / "run")], tmp_path / "board")
     assert (tmp_path / "board/digits/thesis").exists()
 
@@ -113,7 +113,7 @@ def test_each_point_of_a_sweep_has_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/tmp/x", "../x", "a/../x", "a/b/c", ".x", "a b", ""])
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(toolkit.InputError, match="can be no folder"):
+    with pytest.raises(toolkit.InputError, match="cannot be a folder name"):
         forward_to_board([run_at(tmp_path, name=name)], tmp_path / "board")
     assert not (tmp_path / "board").exists()
 

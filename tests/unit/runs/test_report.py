@@ -190,7 +190,9 @@ def test_files_that_lead_elsewhere_are_not_followed(tmp_path: Path) -> None:
 
 def test_a_run_that_has_left_nothing_has_a_page_that_says_so(tmp_path: Path) -> None:
     page = _Page(ended(run_at(tmp_path)).report().html)
-    assert "no steps are recorded, so there are no curves; `log_pattern` in the job" in page.text
+    assert (
+        "no steps are recorded, so the report has no curves; `log_pattern` in the job" in page.text
+    )
     assert "goodput" not in page.text
     page = _Page(ended(run_at(None)).report().html)
     assert "its run directory cannot be seen from here" in page.text
@@ -303,7 +305,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     assert made.save(path).read_text() == made.html
     thesis = tmp_path / "thesis.html"
     thesis.write_text("<!DOCTYPE html>mine")
-    with pytest.raises(toolkit.InputError, match="is there and is no report; name another file"):
+    with pytest.raises(toolkit.InputError, match="exists and is not a report; name another file"):
         made.save(thesis)
     assert thesis.read_text() == "<!DOCTYPE html>mine"
     (tmp_path / "link.html").symlink_to(thesis)

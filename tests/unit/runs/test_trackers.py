@@ -81,7 +81,7 @@ def test_a_library_that_is_missing_is_named(tracker: str, tmp_path: Path) -> Non
 
 
 def test_who_has_settings_of_its_own_takes_no_output(tmp_path: Path) -> None:
-    with pytest.raises(toolkit.InputError, match="--output: mlflow has settings of its own"):
+    with pytest.raises(toolkit.InputError, match="--output: mlflow has its own settings"):
         forward([ended(tmp_path / "run")], "mlflow", tmp_path)
 
 
@@ -102,7 +102,9 @@ def test_prometheus_gets_the_newest_figures_of_all_runs(tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "thesis.txt"
     target.write_text("of years\n")
-    with pytest.raises(toolkit.InputError, match=r"thesis\.txt: is there and was not made here"):
+    with pytest.raises(
+        toolkit.InputError, match=r"thesis\.txt: exists and was not created by the toolkit"
+    ):
         forward([ended(tmp_path / "run")], "prometheus", target)
     assert target.read_text() == "of years\n"
 

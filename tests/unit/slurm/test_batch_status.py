@@ -49,7 +49,10 @@ def test_the_list_can_be_filtered(program: Callable[..., Answer]) -> None:
     assert program("list", "--state", "LOST").returncode == 2
     (row,) = json.loads(program("list", "--state", "PENDING", "--json").stdout)
     assert row["expected_start"] == "2999-01-01T00:00:00"
-    assert row["reason"] == "Priority: others come first; expected to start Jan 1 00:00"
+    assert (
+        row["reason"]
+        == "Priority: other jobs have a higher priority; expected to start Jan 1 00:00"
+    )
 
 
 def test_the_list_tells_how_often_a_run_was_interrupted(

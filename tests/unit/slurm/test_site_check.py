@@ -96,12 +96,13 @@ def test_a_plan_that_fits_its_site_finds_nothing_and_submits_nothing() -> None:
             "scontrol show config: KillWait is 30s, and profile 's' says 15m; write kill_wait: 30s"
         ]),
         ({"partition": "mian"}, {}, [
-            "scontrol show partition: there is no partition 'mian'; there are high, low, main"
+            "scontrol show partition: partition 'mian' does not exist; this "
+            "cluster has high, low, main"
         ]),
         ({}, {"time_limit": "3d"}, [
             "scontrol show partition: "
             "time_limit 3d exceeds MaxTime 2d1h of partition 'main'; write time_limit: 2d1h "
-            "and let retries.requeue go on from there"
+            "and let retries.requeue continue from there"
         ]),
         ({"partition": "high"}, {"stop": {"grace": "5m"}}, [
             "scontrol show partition: "
@@ -137,7 +138,7 @@ def test_what_the_site_contradicts_is_told_with_the_way_out(
 def test_a_site_that_cancels_what_it_preempts_is_told() -> None:
     site = Site(config=CONFIG.replace("REQUEUE", "GANG,CANCEL").replace("22.05.8", "20.11.9"))
     assert findings(site) == [
-        "scontrol show config: SLURM_VERSION is 20.11.9, and the script is tried with 22.05 and "
+        "scontrol show config: SLURM_VERSION is 20.11.9, and the script is tested with 22.05 and "
         "later; try a requeue before you rely on it"
     ]
     found = findings(site, retries={"requeue": 1})
@@ -148,7 +149,7 @@ def test_a_site_without_a_default_partition_wants_one_named() -> None:
     site = Site(partitions=PARTITIONS.replace("=YES", "=NO"))
     assert findings(site) == [
         "scontrol show partition: "
-        "no partition is the default one; name one of high, low, main in the profile"
+        "there is no default partition; name one of high, low, main in the profile"
     ]
 
 

@@ -78,14 +78,14 @@ def test_places_in_the_queue_are_asked_once_a_minute(
         return sum("PENDING" in argv for argv in slurm.asked)
 
     assert (place(1), questions()) == ("None", 0)  # nothing waits for its turn
-    assert place() == "place 2 of 2 in the queue of gpu"
+    assert place() == "queue position 2 of 2 in partition gpu"
     slurm.others = place_row(7, 10, "Resources")
     clock.now += 59
-    assert (place(), questions()) == ("place 2 of 2 in the queue of gpu", 1)
+    assert (place(), questions()) == ("queue position 2 of 2 in partition gpu", 1)
     clock.now += 1
-    assert (place(), questions()) == ("place 1 of 1 in the queue of gpu", 2)
+    assert (place(), questions()) == ("queue position 1 of 1 in partition gpu", 2)
     clock.now -= 30  # a clock that was set back
-    assert (place(), questions()) == ("place 1 of 1 in the queue of gpu", 3)
+    assert (place(), questions()) == ("queue position 1 of 1 in partition gpu", 3)
 
 
 def test_a_status_is_whole_without_a_place(slurm: Slurm, tmp_path: Path, clock: Clock) -> None:

@@ -56,7 +56,7 @@ def test_one_question_tells_where_all_runs_and_points_stand(user: User, slurm: S
     questions = [argv for argv in slurm.asked if "PENDING" not in argv]  # of all users' jobs
     assert [argv[0] for argv in questions] == ["squeue"]
     assert found[2].reason == "1 RUNNING, 1 SUCCEEDED"
-    assert found[0].reason == "Priority: others come first"
+    assert found[0].reason == "Priority: other jobs have a higher priority"
 
 
 def test_the_runs_of_all_profiles_of_a_cluster_are_asked_about_together(
@@ -204,19 +204,19 @@ def test_what_a_job_waits_for_is_told_in_words() -> None:
 @pytest.mark.parametrize(
     ("word", "reason", "state", "said"),
     [
-        ("SUSPENDED", "", "running", "SUSPENDED: `scontrol resume 1` lets it go on"),
+        ("SUSPENDED", "", "running", "SUSPENDED: `scontrol resume 1` resumes it"),
         (
             "PENDING",
             "job requeued in held state",
             "pending",
             "job requeued in held state: it was queued again and is held; "
-            "`scontrol release JOB_ID` lets it go",
+            "`scontrol release JOB_ID` releases it",
         ),
         (
             "PENDING",
             "JobHeldUser",
             "pending",
-            "JobHeldUser: it is held; `scontrol release JOB_ID` lets it go",
+            "JobHeldUser: it is held; `scontrol release JOB_ID` releases it",
         ),
         ("PENDING", "JobHeldAdmin", "pending", "JobHeldAdmin: an administrator holds it"),
     ],
@@ -292,7 +292,7 @@ def test_a_script_that_ends_before_the_supervisor_is_told_by_its_shell(
 def test_what_a_requeued_job_waits_for_is_named(user: User, slurm: Slurm) -> None:
     run = user.run("a", 1)
     slurm.rows = user.line("a", 1, "PENDING", reason="BeginTime")
-    assert run.status().reason.startswith("BeginTime: its time to begin has not come")
+    assert run.status().reason.startswith("BeginTime: its begin time has not been reached")
     left_behind(run, "retryable", reason="boom")
     again = user.run("a", 1).status().reason
     assert again.startswith("BeginTime: requeued; ") and "cred_expire" in again
@@ -474,11 +474,11 @@ def test_the_place_counts_the_jobs_of_the_partition_that_wait_for_their_turn() -
     slurm.others = QUEUE
     places = ask_places(slurm, {"50", "51", "52", "53", "55", "56", "99"})
     assert {job_id: str(place) for job_id, place in places.items()} == {
-        "50": "place 1 of 4 in the queue of gpu",
-        "51": "place 2 of 3 in the queue of long",  # and 2 of 4 in that of gpu
-        "52": "place 3 of 4 in the queue of gpu",  # of the same priority, and later
-        "55": "place 4 of 4 in the queue of gpu",
-        "56": "place 3 of 3 in the queue of long",
+        "50": "queue position 1 of 4 in partition gpu",
+        "51": "queue position 2 of 3 in partition long",  # and 2 of 4 in that of gpu
+        "52": "queue position 3 of 4 in partition gpu",  # of the same priority, and later
+        "55": "queue position 4 of 4 in partition gpu",
+        "56": "queue position 3 of 3 in partition long",
     }
 
 
@@ -490,7 +490,7 @@ def test_a_job_that_waits_for_its_turn_tells_its_place(tmp_path: Path) -> None:
     slurm.others = QUEUE
     turn, dependent = (user.run(name, job_id).status() for name, job_id in (("a", 51), ("b", 53)))
     assert turn.reason == (
-        "Priority: others come first; place 2 of 3 in the queue of long; "
+        "Priority: other jobs have a higher priority; queue position 2 of 3 in partition long; "
         "expected to start Jan 2 03:04"
     )
     assert (turn.place_in_queue, dependent.place_in_queue) == (2, None)

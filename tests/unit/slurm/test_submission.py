@@ -174,7 +174,7 @@ def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     launcher = SlurmLauncher(profile, command=command)
     job = toolkit.JobSpec(name="probe", command=("true",))
     with pytest.raises(
-        toolkit.LauncherError, match=r"whether Slurm has the job of probe-.* is not"
+        toolkit.LauncherError, match=r"it is unknown whether Slurm has the job of probe-.*: "
     ):
         launcher.submit(toolkit.plan(job, profile))
     (run_dir,) = tmp_path.iterdir()
@@ -276,7 +276,7 @@ def test_a_run_that_never_came_to_sbatch_is_submitted_when_told(
     path.write_text(path.read_text().replace(f'"created": {record.created}', '"created": 0.0'))
     shown = run_toolkit(cluster, deadly, "status", record.name).stdout
     assert "FAILED" in shown
-    assert f"Slurm never got it; `toolkit resubmit {record.name}` submits it" in shown
+    assert f"Slurm never received the job; `toolkit resubmit {record.name}` submits it" in shown
 
     (deadly / "when").write_text("never")
     done = run_toolkit(cluster, deadly, "resubmit", record.name)

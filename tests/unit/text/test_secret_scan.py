@@ -299,7 +299,7 @@ def test_a_file_that_others_may_read_is_refused_before_submitting(tmp_path: Path
 
 def test_no_pod_sees_a_file_of_yours() -> None:
     profile = toolkit.KubernetesProfile(name="k")
-    with pytest.raises(PlanError, match="'KEY_A' is in a file, which no pod sees; write"):
+    with pytest.raises(PlanError, match="'KEY_A' is in a file, which pods cannot see; write"):
         toolkit.plan(job(image="i", secrets={"KEY_A": {"file": "/key"}}), profile)
 
 

@@ -111,7 +111,7 @@ def test_an_alias_bomb_is_refused() -> None:
     for level in range(1, 8):
         lines.append(f"a{level}: &a{level} [" + ", ".join([f"*a{level - 1}"] * 10) + "]")
     message = refusal("\n".join(lines))
-    assert message == "job.yaml:1: more than 100000 values, aliases counted where they stand"
+    assert message == "job.yaml:1: more than 100000 values, aliases counted at each use"
 
 
 def test_aliases_are_read_where_they_end() -> None:
@@ -121,9 +121,9 @@ def test_aliases_are_read_where_they_end() -> None:
 def test_keys_that_stand_twice_are_refused_at_every_level() -> None:
     text = "name: a\nenv: {A: x,\n  A: y}\nresources:\n  nnodes: 1\n  'nnodes': 2\nname: b\n"
     assert complaints(text).splitlines() == [
-        "job.yaml:3: the key 'A' stands twice; the first is at job.yaml:2",
-        "job.yaml:6: the key 'nnodes' stands twice; the first is at job.yaml:5",
-        "job.yaml:7: the key 'name' stands twice; the first is at job.yaml:1",
+        "job.yaml:3: duplicate key 'A'; the first is at job.yaml:2",
+        "job.yaml:6: duplicate key 'nnodes'; the first is at job.yaml:5",
+        "job.yaml:7: duplicate key 'name'; the first is at job.yaml:1",
     ]
     assert read_document(text, "job.yaml").data["name"] == "a"
 

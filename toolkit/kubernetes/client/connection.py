@@ -170,7 +170,7 @@ class Connection:
             except ValueError as error:
                 host = self.connect().configuration.host
                 raise LauncherError(
-                    f"what answers at {host} is no Kubernetes API server: {text[:60]!r}"
+                    f"what answers at {host} is not a Kubernetes API server: {text[:60]!r}"
                 ) from error
 
         attempts = _READ_ATTEMPTS if method in ("GET", "DELETE") else 1
@@ -305,9 +305,9 @@ class Connection:
                 configuration = client.Configuration()
                 config.load_incluster_config(client_configuration=configuration)
                 return client.ApiClient(configuration)
-            why = f"there is no {file}, and this is no pod of a cluster"
+            why = f"{file} does not exist, and this is not a pod"
         raise SchedulerMissing(
-            f"no Kubernetes cluster at hand: {why}; name a context in the profile, or set "
+            f"no Kubernetes cluster found: {why}; name a context in the profile, or set "
             "KUBECONFIG; `toolkit render JOB.yaml --to PROFILE | kubectl apply --server-side -f -` "
             "needs no Python client"
         )
@@ -366,7 +366,9 @@ def refusal(status: int, content: bytes, headers: Mapping[str, str]) -> Launcher
     ):
         return NotServed(words)
     if status == 401:
-        return LauncherError(f"the cluster does not accept your credentials ({words}); log in anew")
+        return LauncherError(
+            f"the cluster does not accept your credentials ({words}); log in again"
+        )
     if status == 429 or (status >= 500 and not all(part in words for part in _UNKNOWN_FIELD)):
         wait_s = None
         with contextlib.suppress(KeyError, ValueError):

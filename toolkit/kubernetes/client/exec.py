@@ -65,7 +65,7 @@ def execute(
             while command.end is None:
                 command.has_ended(socket)
         except errors as error:
-            raise Away(f"the connection into pod {pod} is lost: {error or 'no answer'}") from error
+            raise Away(f"lost the connection to pod {pod}: {error or 'no answer'}") from error
     if command.end.get("status") != "Success":
         words = command.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise LauncherError(f"pod {pod}: {words or command.end.get('message') or command.end}")
@@ -88,7 +88,7 @@ class _Command:
         content = bytes(frame.data)
         if opcode == _CLOSE:
             if self.end is None:
-                raise ConnectionError("the server has hung up")
+                raise ConnectionError("the server closed the connection")
         elif opcode in (_BINARY, _TEXT) and content:
             channel, rest = content[0], content[1:]
             if channel == _STDOUT and rest:
@@ -122,7 +122,7 @@ def _connected(cluster: Cluster, pod: str, container: str, argv: Sequence[str]) 
     except WebSocketBadStatusException as error:
         body = getattr(error, "resp_body", None) or str(error).encode()
         if b"container not found" in body:  # sent with status 500
-            raise Missing(f"pod {pod} does not run any more") from error
+            raise Missing(f"pod {pod} is no longer running") from error
         raise refusal(error.status_code, body, getattr(error, "resp_headers", {})) from error
     except _errors() as error:
         raise Away(f"no connection into pod {pod}: {error}") from error

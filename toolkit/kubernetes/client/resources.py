@@ -92,7 +92,7 @@ class Cluster:
         keys = ("uid",) if changed else ("uid", "resourceVersion")
         if missing := [key for key in keys if key not in metadata]:
             raise LauncherError(
-                f"{metadata['name']} is not deleted: the API server does not tell its "
+                f"{metadata['name']} is not deleted: the API server does not report its "
                 f"{' and '.join(missing)}"
             )
         # Foreground: the object exists until its pods have ended, so every client can see it stop.
@@ -194,7 +194,7 @@ class Cluster:
         answer = self.connection.ask("GET", resource.path(self.namespace), query=query)
         items = answer.get("items") if isinstance(answer, dict) else None
         if not isinstance(items, list):
-            raise LauncherError("the API server has answered with what is no list of objects")
+            raise LauncherError("the API server's answer is not a list of objects")
         version = untrusted.mapping(answer.get("metadata")).get("resourceVersion")
         return [checked(item) for item in items], version if isinstance(version, str) else ""
 
@@ -314,9 +314,7 @@ def checked(answer: Any) -> Object:
         obj: Object = _fitted(answer, _OBJECT)
     except _Misfit:
         what = type(answer).__name__
-        raise LauncherError(
-            f"the API server has answered with what is no object of Kubernetes: {what}"
-        ) from None
+        raise LauncherError(f"the API server's answer is not a Kubernetes object: {what}") from None
     return obj
 
 

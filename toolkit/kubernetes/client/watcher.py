@@ -129,7 +129,9 @@ class ObjectWatch:
                     event = {}
                 kind, thing = str(event.get("type")), event.get("object")
                 if not isinstance(thing, dict):
-                    raise LauncherError("the API server's watch has sent what is no event")
+                    raise LauncherError(
+                        "the API server's watch sent something that is not an event"
+                    )
                 if kind == "ERROR":
                     code = untrusted.whole(thing.get("code"), least=400, most=599)
                     raise connection.refusal(code or 500, json.dumps(thing).encode(), {})

@@ -238,7 +238,7 @@ def read_training_script(text: str, source: str) -> TrainingScript:
         return TrainingScript(ast.parse(text))
     except SyntaxError as error:
         place = source if error.lineno is None else f"{source}:{error.lineno}"
-        raise InputError(f"is no Python: {error.msg}; mend it first", place=place) from None
+        raise InputError(f"not valid Python: {error.msg}; fix it first", place=place) from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or "it is nested too deeply"
         raise InputError(f"cannot be read as Python: {reason}", place=source) from None

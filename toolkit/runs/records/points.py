@@ -68,7 +68,11 @@ def read_points(run_dir: Path | None) -> list[tuple[str, dict[str, str | bool]]]
             raise ValueError(_POINTS)
         return points
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is torn, or none of ours"
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else "it is incomplete, or was not written by this toolkit"
+        )
         raise LauncherError(f"the points of the sweep cannot be read: {_POINTS}: {why}") from None
 
 

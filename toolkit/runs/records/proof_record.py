@@ -27,7 +27,7 @@ def exceptions_of(folder: Path) -> str | None:
     if isinstance(missing, str) and missing:
         text = f"none: {missing}"
     elif names:
-        text = f"equal to one process, but for accepted differences: {', '.join(names)}"
+        text = f"equal to one process, except for accepted differences: {', '.join(names)}"
     else:
         return None
     return control.printable(untrusted.shortened(text, _LONGEST))

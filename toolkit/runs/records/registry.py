@@ -132,7 +132,9 @@ def add(run: RunRecord, *, environ: Mapping[str, str] = os.environ) -> RunRecord
         if run.run_dir is not None:
             untrusted.write_bytes(run.run_dir / "launch.json", f"{line}\n".encode())
     except OSError as error:
-        raise LauncherError(f"{run.uri} is started, but not all is written: {error}") from error
+        raise LauncherError(
+            f"{run.uri} has started, but its record is incomplete: {error}"
+        ) from error
     return run
 
 
@@ -253,7 +255,7 @@ def parse(data: Any) -> RunRecord | None:
         }.items()
         if not good
     ]
-    problem = f"its record has no right value of {', '.join(odd)}" if odd else ""
+    problem = f"its record has an invalid {', '.join(odd)}" if odd else ""
     if content.get("version") != _VERSION:
         version = untrusted.whole(content.get("version"))
         problem = f"its record is of version {version}, and this one reads {_VERSION}"

@@ -137,7 +137,7 @@ def require_own(path: Path) -> None:
     except OSError as error:
         raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
     if stat.S_ISLNK(info.st_mode):
-        raise LauncherError(f"{path} is a link, which may lead to anything; nothing is done by it")
+        raise LauncherError(f"{path} is a symbolic link, which may lead anywhere; it is not used")
     if info.st_uid != os.getuid():
         raise LauncherError(
             f"{path} belongs to the user with the id {info.st_uid}, who would decide what runs in "

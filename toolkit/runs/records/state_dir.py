@@ -36,7 +36,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     if info.st_uid not in (os.getuid(), 0):
         raise LauncherError(
             f"{folder} belongs to the user with the id {info.st_uid}, who could submit and cancel "
-            "runs in your name; set XDG_STATE_HOME to a folder of your own"
+            "runs in your name; set XDG_STATE_HOME to your own folder"
         )
     if stat.S_IMODE(info.st_mode) & ~_PRIVATE:
         with contextlib.suppress(OSError):

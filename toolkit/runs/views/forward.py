@@ -106,7 +106,9 @@ def forward(
     for part in parts:
         for name in (part.name, part.record.job):
             if not _NAME.fullmatch(name):
-                raise InputError(f"the run's name, {name!r}, can be no folder", place=part.uri)
+                raise InputError(
+                    f"the run's name, {name!r}, cannot be a folder name", place=part.uri
+                )
     with opened(parts, to, output) as trackers:
         forwarders = [_Forwarder(*pair) for pair in zip(parts, trackers, strict=True)]
         try:

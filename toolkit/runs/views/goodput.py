@@ -21,7 +21,7 @@ from toolkit.text import control, untrusted
 
 BUCKETS = {
     "productive": "steps that count",
-    "lost work": "steps that were made again",
+    "lost work": "steps that were lost and repeated",
     "queue": "waiting for nodes",
     "held": "not yet eligible: a dependency, a begin time, a hold",
     "allocation": "from the nodes to the script: their boot, the prolog; in pods the image",
@@ -30,8 +30,8 @@ BUCKETS = {
     "process group": "the ranks' rendezvous",
     "setup": "data, model, optimizer",
     "restore": "loading a checkpoint",
-    "first step": "what the first step of a start takes longer than the others: compilation",
-    "checkpoint": "training stands still for a checkpoint",
+    "first step": "extra time of the first step (compilation, warm-up)",
+    "checkpoint": "training waits for a checkpoint",
     "evaluation": "on the test set",
     "stall": "from the last step to the failure",
     "restart": "from a failure to the next start in the job",

@@ -150,7 +150,7 @@ def _require_report(path: Path) -> None:
         raise
     except OSError as error:
         raise InputError(f"cannot be replaced: {error.strerror}", place=str(path)) from None
-    raise InputError("is there and is no report; name another file with --output", place=str(path))
+    raise InputError("exists and is not a report; name another file with --output", place=str(path))
 
 
 @dataclass(kw_only=True)
@@ -261,7 +261,7 @@ def _facts(run: "Run", status: RunStatus) -> _Facts:
             facts.missing.append(f"log_pattern: {why}")
         if not recorded:
             facts.missing.append(
-                "no steps are recorded, so there are no curves; `log_pattern` in the job file "
+                "no steps are recorded, so the report has no curves; `log_pattern` in the job file "
                 "finds the steps in what the script prints"
             )
         if facts.goodput and not facts.goodput.starts:

@@ -70,7 +70,7 @@ class TensorBoardFolder(Tracker):
         self._folder, self._files = folder, 0
         if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
             raise InputError(
-                "is there and holds other files; name another folder with --output",
+                "exists and contains other files; name another folder with --output",
                 place=str(folder),
             )
         try:
@@ -316,7 +316,9 @@ class PrometheusFile:
         with contextlib.suppress(FileNotFoundError):
             content = untrusted.read_bytes(path)
             if content and not content.startswith(self.HEAD):
-                message = "is there and was not made here; name another file with --output"
+                message = (
+                    "exists and was not created by the toolkit; name another file with --output"
+                )
                 raise InputError(message, place=str(path))
         self.path = path
         self.registry = CollectorRegistry()
@@ -438,7 +440,7 @@ def opened(runs: "Sequence[Run]", to: str, output: Path | None = None) -> "Itera
     """
     kind = _KINDS[to]
     if output is not None and not kind.output:
-        raise InputError(f"{to} has settings of its own for that", place="--output")
+        raise InputError(f"{to} has its own settings for that", place="--output")
     try:
         open_one = kind.opener(output or Path(kind.output))
         yield [open_one(run) for run in runs]

@@ -67,7 +67,7 @@ echo "==latest|$(readlink {latest})|=="
 _LOCKED = """\
 cd {folder} || exit
 exec 9>>submitted/lock
-flock 9 2>/dev/null || :  # until a connection that was cut has ended, too; not all file systems can
+flock 9 2>/dev/null || :  # until an interrupted connection has also ended; not all file systems can
 """
 
 _SUBMIT = """\
@@ -127,7 +127,7 @@ class SshLoginNode(LoginNode):
             raise LauncherError(f"{self._ssh.name}: {done.stderr.strip() or done.stdout.strip()}")
         runs, latest = ("".join(values(done.stdout, name)) for name in ("runs", "latest"))
         if not runs.startswith("/") or not f"{runs}{latest}".isprintable():
-            raise LauncherError(f"{self._ssh.name}: {runs[:200]!r} is no folder for runs")
+            raise LauncherError(f"{self._ssh.name}: {runs[:200]!r} is not a folder for runs")
         there = f"{runs}/{name}"
         here = run_directory.make(self._mirrors.folder, name)
         self._before = latest
@@ -139,7 +139,7 @@ class SshLoginNode(LoginNode):
             return ":"
         path = self._profile.below(venv)
         why = (
-            f"there is no virtual environment {path}; make it once: ssh {self._ssh.name} "
+            f"virtual environment {path} does not exist; create it once: ssh {self._ssh.name} "
             f"'python3 -m venv {path} && {path}/bin/pip install torch'"
         )
         there = f"[ -f {path_quote(path)}/bin/activate ]"
@@ -366,8 +366,8 @@ def working_tree(folder: Path) -> WorkingTree:
         raise LauncherError(f"{folder}: {error}") from None
     if not is_own_tree(folder):
         raise LauncherError(
-            f"{folder}: its .git names another repository or working tree, whose files would be "
-            "copied; submit from there, or look at .git"
+            f"{folder}: its .git points to another repository or working tree, and the files of "
+            "that one would be copied; submit from there, or check .git"
         )
     root = Path(top)
     return WorkingTree(root=root, names=tuple(dict.fromkeys(_files(root, ""))))

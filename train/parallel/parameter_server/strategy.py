@@ -156,8 +156,8 @@ class Served(WholeModel):
             if exact and not all(piece.equal(column[0]) for piece in column):
                 raise UsageError(
                     f"--strategy ps: buffer {name!r} of task {self.task.name!r} holds whole "
-                    "numbers, moves by the samples of each trainer, and nothing says how they "
-                    "belong together: make it a buffer of floats, or one that is not saved "
+                    "numbers, depends on each trainer's samples, and how to combine them is "
+                    "undefined: make it a buffer of floats, or one that is not saved "
                     "(persistent=False)"
                 )
             buffer += mean.to(buffer.device, buffer.dtype)
@@ -240,8 +240,8 @@ class ServedTrainer(Trainer):
         if written := {name for gradient in gradients for name in gradient.written}:
             raise UsageError(
                 f"--strategy ps: in step {self.progress.step + 1} forward() of the model of task "
-                f"{self.task.name!r} writes {some_of(written)}, of which trainers have copies that "
-                "they do not send back; write parameters in model() only and keep what moves in "
+                f"{self.task.name!r} writes {some_of(written)}. Trainers have copies of it and do "
+                "not send them back; write parameters in model() only and keep what moves in "
                 "buffers of floats, or use --strategy single"
             )
         loss = sum(gradient.loss for gradient in gradients)

@@ -123,7 +123,7 @@ class SharedParameters:
                     f"--pp {parts.layout.pp} with --pp-schedule {parts.config.pp_schedule}: "
                     f"parameter {first!r} (also {', '.join(map(repr, others))}) is shared by "
                     f"stages {' and '.join(map(str, sorted(numbers)))}, which one rank holds and "
-                    "cannot shard apart; use --pp-schedule 1F1B, whose ranks hold one stage each, "
+                    "cannot shard apart; use --pp-schedule 1F1B (one stage per rank), "
                     "or leave out the other axes"
                 )
             if len(numbers) == 1:

@@ -136,9 +136,9 @@ def _pairs(view: View, *, values: bool = True) -> Iterator[Violation[View]]:
         prefix, slash, name = key.rpartition("/")
         good = _SUBDOMAIN.fullmatch(prefix) and len(prefix) <= 253 if slash else True
         if not (good and _LABEL.fullmatch(name)):
-            yield Violation(entry, f"{key!r} is no key of a label or annotation")
+            yield Violation(entry, f"{key!r} is not a valid key of a label or annotation")
         elif values and entry.text() and not _LABEL.fullmatch(entry.text()):
-            yield Violation(entry, f"{key}: {entry.text()!r} is no value of a label")
+            yield Violation(entry, f"{key}: {entry.text()!r} is not a valid label value")
 
 
 @MANIFESTS.rule(

@@ -92,7 +92,7 @@ def _backoff(stream: Stream) -> Iterator[Violation[View]]:
         count = pods[0].together if pods else None
         whole = limit.whole()
         if whole is not None and count and restarts and whole <= count:
-            what = f"backoffLimit: {whole} for {count} pods, each of which restarts"
+            what = f"backoffLimit: {whole} for {count} pods that each restart"
             yield Violation(limit, what)
 
 
@@ -143,7 +143,7 @@ def _failure_rules(stream: Stream) -> Iterator[Violation[View]]:
         for entry in pods.job.at("podFailurePolicy", "rules").items():
             name = entry.at("onExitCodes", "containerName")
             if name.text() and names and name.text() not in names:
-                yield Violation(name, f"there is no container {name.text()!r}")
+                yield Violation(name, f"no container is named {name.text()!r}")
 
 
 # ---- Job
@@ -210,7 +210,7 @@ def _hang(stream: Stream) -> Iterator[Violation[View]]:
         if not each and not in_place:
             yield Violation(each, "no backoffLimitPerIndex: one pod's end hangs the others")
         elif each and most.value != 0:
-            yield Violation(most, "no maxFailedIndexes: 0, so the others go on waiting")
+            yield Violation(most, "no maxFailedIndexes: 0, so the others keep waiting")
 
 
 # ---- JobSet
@@ -320,7 +320,9 @@ def _ranges(stream: Stream) -> Iterator[Violation[View]]:
         replicas = manifest.view.at("spec", "pytorchReplicaSpecs", "Worker", "replicas")
         count = replicas.whole() if replicas else 1
         if least is not None and most is not None and least > most:
-            yield Violation(policy.at("minReplicas"), f"from {least} to {most} is no range")
+            yield Violation(
+                policy.at("minReplicas"), f"minReplicas {least} exceeds maxReplicas {most}"
+            )
         elif policy and count is not None and not (least or 0) <= count <= (most or count):
             yield Violation(
                 replicas,

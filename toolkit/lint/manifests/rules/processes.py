@@ -102,7 +102,7 @@ def _deadlines(stream: Stream) -> Iterator[Violation[View]]:
             limit, key = deadline.whole(), (id(pods.owner), deadline.path)
             if limit is not None and grace is not None and limit <= grace and key not in seen:
                 seen.add(key)
-                yield Violation(deadline, f"{limit} s, of which {grace} s are the grace period")
+                yield Violation(deadline, f"{limit} s, and the grace period alone is {grace} s")
 
 
 # ---- Variables and arguments
@@ -119,8 +119,8 @@ _SPECIAL = re.compile(
 @MANIFESTS.rule(
     "secret-value",
     finds="a token, key or password in a manifest, even in a Secret",
-    reason="Anyone who can read the file or the object can read it, and the repository keeps it "
-    "permanently; base64 hides nothing.",
+    reason="Every reader of the file or the object sees the value, and the repository keeps "
+    "it permanently; base64 hides nothing.",
     fix="write valueFrom: {secretKeyRef: …}, create the Secret with `kubectl create secret`, and "
     "replace the exposed secret",
 )
@@ -128,24 +128,24 @@ def _secrets(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):
         for name, entry in container.env.items():
             if kind := _kind(entry.text("value"), name):
-                yield Violation(entry.at("value"), f"what looks like {kind} stands in env")
+                yield Violation(entry.at("value"), f"env contains what looks like {kind}")
         for key in ("command", "args"):
             words = container.view.at(key)
             texts = [item.text() for item in words.items()]
             for index, kind in secret_scan.kinds_of_words(texts):
                 if secret_scan.is_placeholder(texts[index].partition("=")[2] or texts[index]):
                     continue
-                yield Violation(words.at(index), f"what looks like {kind} stands in {key}")
+                yield Violation(words.at(index), f"{key} contains what looks like {kind}")
     for manifest in stream.of("ConfigMap"):
         for key, entry in manifest.view.at("data").entries():
             if kind := _kind(entry.text(), key):
-                yield Violation(entry, f"what looks like {kind} stands in a ConfigMap")
+                yield Violation(entry, f"a ConfigMap contains what looks like {kind}")
     for manifest in stream.of("Secret"):
         for where in ("data", "stringData"):
             for key, entry in manifest.view.at(where).entries():
                 text = _decoded(entry.text()) if where == "data" else entry.text()
                 if not (_PLACEHOLDER.fullmatch(text) or secret_scan.is_placeholder(text)):
-                    yield Violation(entry, f"the value of {key!r} stands in a Secret's file")
+                    yield Violation(entry, f"the Secret's file contains the value of {key!r}")
                     break
 
 

@@ -140,7 +140,7 @@ def _fixed(stream: Stream) -> Iterator[Violation[View]]:
         if _elastic(launch) and nnodes.isdecimal():
             view = launch.container.view
             at = view.at("args" if any("nnodes" in w for w in view.words("args")) else "command")
-            yield Violation(at, f"--nnodes={nnodes} is no range, beside an elasticPolicy")
+            yield Violation(at, f"--nnodes={nnodes} is a fixed number, beside an elasticPolicy")
 
 
 @MANIFESTS.rule(
@@ -158,7 +158,9 @@ def _metrics(stream: Stream) -> Iterator[Violation[View]]:
             for kind in ("resource", "containerResource"):
                 name = metric.at(kind, "name")
                 if name.text() and name.text() not in ("cpu", "memory"):
-                    yield Violation(name, f"there is no metric of the resource {name.text()!r}")
+                    yield Violation(
+                        name, f"the autoscaler has no metric for the resource {name.text()!r}"
+                    )
 
 
 @MANIFESTS.rule(

@@ -88,7 +88,7 @@ def _fractions(stream: Stream) -> Iterator[Violation[View]]:
         for _, name, entry, value in _amounts(container):
             if _is_device(name) and value.denominator != 1 and name not in seen:
                 seen.add(name)
-                yield Violation(entry, f"{name}: {entry.value} is no whole number")
+                yield Violation(entry, f"{name}: {entry.value} is not a whole number")
 
 
 def _is_device(name: str) -> bool:

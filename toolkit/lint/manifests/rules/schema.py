@@ -233,7 +233,7 @@ class _Checker:
             values = [other.get("default") if one is None else one for one, other in entries]
             key = tuple(map(repr, values)) if kind == "map" else (repr(item.value),)
             if key in seen:
-                yield _Mismatch(item, f"{item.where} stands twice in the list: {', '.join(key)}")
+                yield _Mismatch(item, f"{item.where} is in the list twice: {', '.join(key)}")
             seen.add(key)
 
     def combined(self, view: View, schema: _Schema) -> _Mismatches:
@@ -287,7 +287,7 @@ def _scalar(view: View, schema: _Schema) -> _Mismatches:
     """Yield violations of scalar constraints."""
     value, where = view.value, view.where
     if schema.get("format") == "quantity" and amount(value) is None:
-        yield _Mismatch(view, f"{where}: {shown(value)} is no quantity", "quantity-malformed")
+        yield _Mismatch(view, f"{where}: {shown(value)} is not a quantity", "quantity-malformed")
     if "enum" in schema and value not in schema["enum"]:
         words = [str(word) for word in schema["enum"]]
         choice = f"write one of {', '.join(filter(None, words))}"

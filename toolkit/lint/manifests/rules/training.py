@@ -142,7 +142,7 @@ def _misplaced(stream: Stream) -> Iterator[Violation[View]]:
         for key in _QUEUE:
             on_both = key in pods.owner.view.labels("metadata", "labels")
             if (annotation := pods.template.at("metadata", "labels", key)) and not on_both:
-                yield Violation(annotation, f"{key} stands on the pods, not on the {pods.kind}")
+                yield Violation(annotation, f"{key} is on the pods, not on the {pods.kind}")
 
 
 @MANIFESTS.rule(

@@ -41,7 +41,7 @@ def _image_name(stream: Stream) -> Iterator[Violation[View]]:
     for container in (*containers_of(stream), *init_containers_of(stream)):
         image = container.view.at("image")
         if image.text() and not is_image_name(image.text()):
-            yield Violation(image, f"{image.text()!r} is no name of an image")
+            yield Violation(image, f"{image.text()!r} is not a valid image name")
 
 
 @MANIFESTS.rule(
@@ -90,7 +90,7 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
             yield from _port_name(target) if isinstance(target.value, str) else _number(target)
             name = port.at("name")
             if name and not _SERVICE_PORT.fullmatch(name.text()):
-                what = f"{shown(name.value)} is no name of a Service's port (63 of a-z, 0-9, '-')"
+                what = f"{shown(name.value)} is not a valid Service port name (63 of a-z, 0-9, '-')"
                 yield Violation(name, what)
             if len(ports) > 1 and not port.at("name"):
                 yield Violation(port, "one of several ports has no name", fix="name it")
@@ -100,15 +100,18 @@ def _ports(stream: Stream) -> Iterator[Violation[View]]:
 
 def _number(view: View, *, least: int = 1) -> Iterator[Violation[View]]:
     if view and not (view.whole() is not None and least <= (view.whole() or 0) <= 65535):
-        yield Violation(view, f"{shown(view.value)} is no port")
+        yield Violation(view, f"{shown(view.value)} is not a port number")
 
 
 def _port_name(view: View) -> Iterator[Violation[View]]:
     if view and not _PORT_NAME.fullmatch(view.text()):
         size, fix = len(view.text()), None
-        what = f"{shown(view.value)} is no name of a container's port"
+        what = f"{shown(view.value)} is not a valid container port name"
         if size > _LONGEST:
-            what, fix = f"{what}: it has {size} characters, and {_LONGEST} are taken", "shorten it"
+            what, fix = (
+                f"{what}: it has {size} characters, and the limit is {_LONGEST}",
+                "shorten it",
+            )
         yield Violation(view, what, fix=fix)
 
 
@@ -137,7 +140,7 @@ def _mounts(stream: Stream) -> Iterator[Violation[View]]:
             for mount in one.view.at("volumeMounts").items():
                 name = mount.at("name")
                 if name.text() and name.text() not in volumes:
-                    yield Violation(name, f"there is no volume {name.text()!r}")
+                    yield Violation(name, f"no volume is named {name.text()!r}")
 
 
 @MANIFESTS.rule(

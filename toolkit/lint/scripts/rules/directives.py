@@ -48,7 +48,7 @@ def _line_breaks(script: BatchScript) -> Iterator[Violation[int]]:
 def _late(script: BatchScript) -> Iterator[Violation[int]]:
     for directive in script.directives:
         if directive.late:
-            what = "this #SBATCH line stands below a command, so sbatch does not read it"
+            what = "this #SBATCH line is below a command, so sbatch does not read it"
             yield Violation(directive.line, what)
 
 
@@ -92,7 +92,7 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
         for word in directive.stray:
             yield Violation(
                 directive.line,
-                f"{word!r} is no option, and sbatch refuses the line",
+                f"{word!r} is not an option, and sbatch refuses the line",
                 fix="write --NAME=VALUE without blanks, and comments after #",
             )
 
@@ -196,7 +196,7 @@ def _commas(script: BatchScript) -> Iterator[Violation[int]]:
                 yield Violation(
                     option.line,
                     f"--export cuts the value of {name} at its comma: {item!r} is lost",
-                    fix=f"write export {name}='…' in a line of its own, and --export=ALL",
+                    fix=f"write export {name}='…' on a separate line, and --export=ALL",
                 )
                 break
 
@@ -257,7 +257,7 @@ def _brace(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "secret-literal",
     finds="a token, key or password in the script",
-    reason="Anyone who can read the script can read it. `scontrol show job` and the accounting "
+    reason="Every reader of the script sees the value. `scontrol show job` and the accounting "
     "keep it, and the repository keeps it permanently.",
     fix="read it from a file that only you can read: export NAME=$(<~/.secrets/name); and replace "
     "the exposed secret",
@@ -289,7 +289,7 @@ def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
             if kind := _kind(value, name):
                 lines.setdefault(option.line, kind)
     for line, kind in sorted(lines.items()):
-        yield Violation(line, f"what looks like {kind} stands in the script")
+        yield Violation(line, f"the script contains what looks like {kind}")
 
 
 @SCRIPTS.rule(

@@ -138,14 +138,14 @@ def _localhost(script: BatchScript) -> Iterator[Violation[int]]:
         if not script.several(run) or (lonely and script.stranded(run)):
             continue  # torchrun-without-srun reports the latter
         if alone:
-            lines.setdefault(alone.line, "--standalone makes every node a job of its own")
+            lines.setdefault(alone.line, "--standalone makes every node a separate job")
         elif endpoint is None:
             if run.unsure or run.launcher.name not in _TOLD_WHERE:
                 continue
             what = f"{run.launcher.name} is given no endpoint and takes localhost"
             if word := next((w for w in run.call.words if _ENDPOINT.match(w)), None):
                 name = word.partition("=")[0]
-                what = f"{name} stands behind the script, which gets it: {what}"
+                what = f"{name} is after the script, so the script gets it: {what}"
             lines.setdefault(run.line, what)
         elif endpoint.value:
             values.append(endpoint.value)
@@ -226,7 +226,7 @@ def _id(script: BatchScript) -> Iterator[Violation[int]]:
         elif rdzv_id.value.known:
             what = f"the rendezvous id {rdzv_id.text!r} is the same for every job"
             if "$" in rdzv_id.text:
-                what = f"single quotes keep {rdzv_id.text} as it stands: {what}"
+                what = f"single quotes prevent the expansion of {rdzv_id.text}: {what}"
             yield Violation(rdzv_id.value_line, what)
         elif run.call.on_nodes:
             for piece in rdzv_id.value.pieces:

@@ -133,7 +133,7 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
         if several and not handled:
             names = {run.launcher.name for run in runs[id(step)]}
-            what = f"this srun goes on when a node's {min(names)} has failed, and the others wait"
+            what = f"this srun continues when a node's {min(names)} has failed, and the others wait"
             yield Violation(step.line, f"{what} for it")
     starts = {id(step) for step in script.starts}
     ranks = {id(call.step) for call in script.walk.calls if _PYTHON.fullmatch(call.name)}
@@ -142,7 +142,7 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.training:
         handled = step.unsure or {"kill-on-bad-exit", "no-kill"} & step.options.keys()
         if id(step) in ranks - starts and not handled and script.several_tasks(step):
-            what = "this srun goes on when a rank has failed, and the others wait for it"
+            what = "this srun continues when a rank has failed, and the others wait for it"
             yield Violation(step.line, what)
 
 
@@ -225,7 +225,7 @@ def _no_wait(script: BatchScript) -> Iterator[Violation[int]]:
             yield Violation(
                 step.line,
                 "nothing waits for this srun, and Slurm kills it at the script's end",
-                fix="end the script with wait $!, whose exit status is srun's",
+                fix="end the script with wait $!: it returns the exit status of srun",
             )
 
 

@@ -13,7 +13,7 @@ _SAME_MODEL = ("to", "cuda", "cpu", "float", "double", "train", "eval")
 
 @TRAINING.rule(
     "nll-of-raw-outputs",
-    finds="nll_loss of the outputs of a linear layer",
+    finds="nll_loss of a linear layer's outputs",
     reason="nll_loss expects logarithms of probabilities. Raw outputs have no upper bound: the "
     "loss falls below zero without end, and the model learns no probabilities.",
     fix="write cross_entropy, which is log_softmax and nll_loss in one",

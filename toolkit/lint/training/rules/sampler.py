@@ -39,7 +39,7 @@ def _not_distributed(script: TrainingScript) -> Iterator[Violation[int]]:
             yield Violation(
                 loader.node.lineno,
                 f"the sampler of this loader knows no ranks ({ast.unparse(sampler)[:40]})",
-                fix="draw by rank: a DistributedSampler, or a sampler of your own that takes each "
+                fix="draw by rank: a DistributedSampler, or your own sampler that takes each "
                 "Nth index of one drawing, with the same seed on all ranks",
             )
 
@@ -78,7 +78,7 @@ def _before_group(script: TrainingScript) -> Iterator[Violation[int]]:
         function = script.function_of(call.node)
         same = [g for g in groups if script.function_of(g.node) is function]
         if same and all(call.node.lineno < g.node.lineno for g in same):
-            yield Violation(call.node.lineno, "there is no process group yet at this line")
+            yield Violation(call.node.lineno, "the process group does not exist yet at this line")
 
 
 def _name_of(script: TrainingScript, call: Called) -> str:
