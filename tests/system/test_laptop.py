@@ -433,7 +433,10 @@ def test_what_does_not_work_is_said_before_anything_is_brought(laptop: Laptop) -
     assert "huge (2 GiB), large (3 MiB)" in big.stderr
     laptop.shell("rm huge large; sed 's/^venv: .*/venv: other/' away.yaml >other.yaml")
     lacks = laptop.run(TOOLKIT, "submit", job, "--to", "other.yaml")
-    assert "no virtual environment ~/torch-deploy-toolkit/other; make it once" in lacks.stderr
+    assert (
+        "virtual environment ~/torch-deploy-toolkit/other does not exist; create it once"
+        in lacks.stderr
+    )
     assert {outside.returncode, big.returncode, lacks.returncode} == {1}
     assert laptop.toolkit("list", "--json") == "[]\n"
     assert jobs(laptop, "%i") == []

@@ -54,7 +54,7 @@ def test_without_a_profile_the_default_one_is_taken(default: None, tmp_path: Pat
 
 
 def test_without_any_profile_the_error_says_how_to_get_one(own_user: Path) -> None:
-    with pytest.raises(toolkit.ProfileError, match="`toolkit init` detects the site"):
+    with pytest.raises(toolkit.ProfileError, match="`toolkit init`, which detects the site"):
         toolkit.submit(JOB)
 
 

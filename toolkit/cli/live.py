@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn, Self
 
@@ -62,6 +63,7 @@ class LiveScreen:
         )
         self._size = console.size
         self._handlers: dict[int, Any] = {}
+        self._is_drawing = self._must_suspend = False
 
     def __enter__(self) -> Self:
         for number, handler in ((signal.SIGTERM, _exit), (signal.SIGTSTP, self._suspend)):
@@ -87,7 +89,8 @@ class LiveScreen:
     def pause(self, pause_s: float) -> None:
         """Let time pass; a terminal that gets another size is drawn anew."""
         # Not before: a run that has ended already needs no other screen.
-        self._live.start(refresh=True)
+        with self._drawing():
+            self._live.start(refresh=True)
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0:
             time.sleep(min(left_s, _SIZE_S))
@@ -102,13 +105,30 @@ class LiveScreen:
 
     def _draw(self) -> None:
         self._size = self._console.size
-        self._live.refresh()
+        with self._drawing():
+            self._live.refresh()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw, and only then handle a SIGTSTP: until then, the console holds back its output."""
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._is_drawing = False
+        if self._must_suspend:
+            self._must_suspend = False
+            self._suspend()
 
     def _suspend(self, *_: object) -> None:
         """Leave the terminal to the shell until it continues this process."""
+        if self._is_drawing:
+            self._must_suspend = True
+            return
         self._live.stop()
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._live.start(refresh=True)
+        with self._drawing():
+            self._live.start(refresh=True)
 
 
 def _exit(number: int, _: object) -> NoReturn:

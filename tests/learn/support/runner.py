@@ -1,8 +1,9 @@
 """Call the scripts of a page, as their commands say.
 
-`torchrun` takes some 5 s to import torch, for itself and for each rank. So `ranks_of` has the ranks
-of `torchrun --nproc-per-node N SCRIPT` forked from a process that has it, with the variables that
-torchrun sets; the slow tests call torchrun itself.
+Importing torch takes seconds, in torchrun and in each rank. So `ranks_of` has the ranks of
+`torchrun --nproc-per-node N SCRIPT` forked from a process that has imported it, with the variables
+that torchrun sets, and `alone` does the same for `python SCRIPT`. The slow tests call torchrun and
+python themselves.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
             if ABORTED not in result.stderr:
                 break
         return result
+    if program == "python" and arguments[0] != "-c" and not real_torchrun:
+        return alone(arguments, folder)
     return _program([BIN / program, *arguments], folder)
 
 
@@ -101,6 +104,20 @@ def _torchrun(arguments: list[str], folder: Path) -> Result:
     return Result(result.status, stdout, stderr + result.stderr)
 
 
+def alone(arguments: list[str], folder: Path) -> Result:
+    """Call `python SCRIPT|-m MODULE …`."""
+    script, *rest = arguments
+    with tempfile.TemporaryDirectory() as outputs:
+        process = PROCESSES.Process(target=_run, args=(0, {}, folder, script, rest, Path(outputs)))
+        process.start()
+        process.join(PATIENCE_S)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail(f"{script}: still running after {PATIENCE_S} s")
+        texts = [(Path(outputs) / f"0.{name}").read_text() for name in ("stdout", "stderr")]
+    return Result(process.exitcode, *texts)
+
+
 def ranks_of(arguments: list[str], folder: Path) -> Result:
     """Start the ranks of `torchrun [--standalone] --nproc-per-node N SCRIPT|-m MODULE …`."""
     if arguments[0] == "--standalone":
@@ -111,7 +128,8 @@ def ranks_of(arguments: list[str], folder: Path) -> Result:
     with tempfile.TemporaryDirectory() as outputs, _store() as port:
         processes = [
             PROCESSES.Process(
-                target=_rank, args=(rank, ranks, port, folder, script, rest, Path(outputs))
+                target=_run,
+                args=(rank, _variables(rank, ranks, port), folder, script, rest, Path(outputs)),
             )
             for rank in range(ranks)
         ]
@@ -169,10 +187,23 @@ def _keep_store(parent: Connection) -> None:
         parent.recv()
 
 
-def _rank(
+def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _run(
     rank: int,
-    ranks: int,
-    port: int,
+    variables: dict[str, str],
     folder: Path,
     script: str,
     arguments: list[str],
@@ -183,18 +214,7 @@ def _rank(
         os.dup2(opened, number)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0), write_through=True)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {**variables, "OMP_NUM_THREADS": "1"}
     import torch
     from torch import distributed as dist
     from torch.distributed import distributed_c10d

@@ -301,7 +301,7 @@ def test_targets_that_name_no_class_are_refused_with_a_way_out() -> None:
         Batch(inputs=torch.zeros(2), targets={"kind": torch.zeros(2)}),
         Records(lambda n: (n, {"kind": n})),
     ):
-        with pytest.raises(UsageError, match="give the task a weights"):
+        with pytest.raises(UsageError, match=r"weights\(\) in the task, or leave out --sampling"):
             targets_of(samples)
 
 

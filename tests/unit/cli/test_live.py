@@ -1,11 +1,16 @@
 """The live view, as rich draws it at a terminal of some width."""
 
 import io
+import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
 
+from tests.support.terminal import OTHER_SCREEN, OWN_SCREEN
 from toolkit.cli.live import LiveScreen
 from toolkit.cli.summary import Row
 from toolkit.runs.evidence.progress import Progress
@@ -98,3 +103,30 @@ def test_texts_of_runs_are_text(columns: int) -> None:
 def test_more_steps_than_there_should_be_fill_the_bar() -> None:
     over = row("r", RunState.RUNNING, Progress(**{**vars(PROGRESS), "step": 2000}))
     assert f"{'━' * 24}  2000/1500 (133%)" in drawn(120, over)
+
+
+class StoppedWhileDrawn:
+    """A view during whose drawing the terminal's user types Ctrl-Z."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text("drawn")
+        if not self.stopped:
+            self.stopped = True
+            signal.raise_signal(signal.SIGTSTP)
+
+    stopped = False
+
+
+def test_who_is_stopped_while_drawing_leaves_the_terminal_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, at_stop = io.StringIO(), []
+    monkeypatch.setattr(os, "kill", lambda pid, number: at_stop.append((number, file.getvalue())))
+    console = Console(file=file, width=80, height=24, force_terminal=True)
+    with LiveScreen(console) as screen:
+        screen._show(StoppedWhileDrawn())
+        screen.pause(0)
+        ((number, seen),) = at_stop
+        assert number == signal.SIGSTOP
+        assert seen.endswith(OWN_SCREEN)
+        assert file.getvalue().count(OTHER_SCREEN) == 2

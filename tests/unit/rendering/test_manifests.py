@@ -293,6 +293,6 @@ def test_the_points_of_a_sweep_are_runs_with_what_belongs_to_them(kind: str) -> 
 
 def test_how_many_points_run_at_a_time_is_for_a_queue_to_say() -> None:
     job = SWEEP | {"sweep": SWEEP["sweep"] | {"max_running": 2}}
-    with pytest.raises(toolkit.PlanError, match="a queue of Kueue, by its quota"):
+    with pytest.raises(toolkit.PlanError, match="only the quota of a Kueue queue limits"):
         manifest(job, {})
     assert faults(manifest(job, {"queue": "team"})) == []
