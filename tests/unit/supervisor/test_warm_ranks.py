@@ -237,7 +237,8 @@ multiprocessing.get_context("fork").Process(target=work, args=(theirs,)).start()
 ours.recv()
 signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
-time.sleep(1e4)
+while True:
+    time.sleep(0.1)  # Python misses a signal just before a sleep begins
 """
     process = site.rank(script)
     assert process.stdout is not None
@@ -246,6 +247,40 @@ time.sleep(1e4)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.communicate(timeout=PATIENCE_S)[0] == "whole\n"
     assert process.returncode == 7
+
+
+PROXY = """
+import os, signal, socket, subprocess, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import rank_proxy
+
+rank = subprocess.Popen(["sleep", "1d"], start_new_session=True)
+ours, theirs = socket.socketpair()
+
+def waits():
+    with open(f"/proc/self/task/{os.getpid()}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+def stop():
+    while signal.getsignal(signal.SIGCONT) is signal.SIG_DFL or not all(
+        waits() for _ in range(20) if not time.sleep(0.01)
+    ):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(rank.wait(), flush=True)
+    rank_proxy.send(theirs, {"status": 7 << 8})
+
+threading.Thread(target=stop, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+rank_proxy.be_proxy(rank.pid, ours)
+"""
+
+
+def test_a_signal_that_does_not_interrupt_the_proxys_wait_reaches_the_rank(site: Site) -> None:
+    # As if it arrives just before the wait begins: another thread gets it from the kernel.
+    argv = [sys.executable, "-c", PROXY, str(site.programs)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout, done.returncode) == ("-15\n", 7), done.stderr
 
 
 def pid_of(process: subprocess.Popen[str]) -> int:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import struct
@@ -147,9 +148,20 @@ def be_proxy(pid: int, connection: socket.socket) -> None:
             except ProcessLookupError:  # it has just been forked
                 os.kill(pid, number)
 
+    # A signal that arrives just before a system call does not interrupt it: wait for its byte, too.
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
     for name in PASSED_ON:
         signal.signal(getattr(signal, name), pass_on)
     connection.settimeout(None)
+    waiting = select.poll()
+    waiting.register(woken, select.POLLIN)
+    waiting.register(connection, select.POLLIN)
+    while connection.fileno() not in dict(waiting.poll()):
+        with contextlib.suppress(BlockingIOError):
+            os.read(woken, 4096)
     try:
         status = int(receive_json(connection)[0]["status"])
     except (OSError, ValueError, KeyError):
