@@ -29,7 +29,7 @@ _1123_WORDS = "small letters, digits and '-' (RFC 1123)"
     "name-invalid",
     finds="a name that Kubernetes, or the kind's webhook, refuses",
     reason="Names become host names: small letters, digits and '-', at most 63, for a PyTorchJob, "
-    "TrainJob, JobSet or Service beginning with a letter.",
+    "TrainJob, JobSet, and a Service before Kubernetes 1.36, beginning with a letter.",
     fix="give it another name",
 )
 def _names(stream: Stream) -> Iterator[Violation[View]]:

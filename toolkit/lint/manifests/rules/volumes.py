@@ -184,7 +184,7 @@ def _sources(stream: Stream) -> Iterator[Violation[View]]:
     "claim-shared",
     finds="a claim that one node at a time can mount (ReadWriteOnce), in several pods",
     reason="Pods on any node but the first wait in ContainerCreating; with ReadWriteOncePod every "
-    "other pod does.",
+    "other pod stays Pending.",
     fix="write accessModes: [ReadWriteMany], with a storage class that has it",
 )
 def _shared(stream: Stream) -> Iterator[Violation[View]]:

@@ -150,7 +150,8 @@ def _submits_only(script: BatchScript) -> bool:
 @SCRIPTS.rule(
     "log-truncated",
     finds="a requeued job without `--open-mode=append`",
-    reason="Slurm truncates the log at each start, and the earlier output is lost.",
+    reason="Slurm truncates the log at each start, unless the site sets JobFileAppend, and the "
+    "earlier output is lost.",
     fix="add #SBATCH --open-mode=append",
 )
 def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
@@ -257,8 +258,8 @@ def _brace(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "secret-literal",
     finds="a token, key or password in the script",
-    reason="Every reader of the script sees the value. `scontrol show job` and the accounting "
-    "keep it, and the repository keeps it permanently.",
+    reason="Every reader of the script sees the value. Slurm keeps a copy of the script, the "
+    "accounting may keep one, and the repository keeps it permanently.",
     fix="read it from a file that only you can read: export NAME=$(<~/.secrets/name); and replace "
     "the exposed secret",
 )

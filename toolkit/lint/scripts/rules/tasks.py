@@ -151,7 +151,7 @@ def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
     finds="`srun --wait` below torchrun's exit barrier",
     reason=f"At the end the torchruns wait for each other for up to {EXIT_BARRIER_S} s; srun kills "
     "those that are slower than --wait.",
-    fix="leave --wait out, or give it 0 (no limit) or more than 300",
+    fix="give --wait=0 (no limit) or more than 300; without it, the site's WaitTime applies",
 )
 def _wait(script: BatchScript) -> Iterator[Violation[int]]:
     steps = {id(run.step) for run in script.walk.torchruns if run.launcher.name in AGENTS}

@@ -58,7 +58,8 @@ def _called_under_guard(script: TrainingScript, name: str) -> bool:
     finds="a file that may execute code during loading",
     reason="With weights_only=False, torch.load unpickles: a file from somebody else can run any "
     "code with your rights.",
-    fix="leave weights_only at True, and save state_dict()s, numbers and texts only",
+    fix="leave weights_only at True (write it before torch 2.6), and save state_dict()s, "
+    "numbers and texts only",
 )
 def _unpickles(script: TrainingScript) -> Iterator[Violation[int]]:
     for call in script.torch_calls("load"):

@@ -29,8 +29,8 @@ def _collectives(script: TrainingScript) -> list[Called]:
     "rank0-barrier",
     finds="a collective that only some ranks enter",
     reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for "
-    "ranks that never arrive, until the timeout: by default 10 minutes with the backend `nccl`, "
-    "30 with any other.",
+    "ranks that never arrive, until the timeout: by default 10 minutes with the backend `nccl` "
+    "(also if `device_id` chooses it), 30 with any other.",
     fix="call it on all ranks: keep only the work under the if",
 )
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -91,7 +91,8 @@ def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
     finds="a fixed rendezvous port",
     reason="Two runs on one node use the same port: the second one fails, or its ranks join the "
     "first one.",
-    fix="start the script with torchrun, which chooses a port and tells it to the ranks",
+    fix="start the script with torchrun --standalone, which chooses a port and tells it to the "
+    "ranks",
 )
 def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
     for node in ast.walk(script.tree):
