@@ -74,3 +74,22 @@ def test_what_is_no_traceback_is_none() -> None:
 @pytest.mark.parametrize("lines", [FRAMES[:1], FRAMES, ["[rank1]: " + FRAMES[0]]])
 def test_a_rank_that_was_killed_within_its_traceback_has_said_nothing(lines: list[str]) -> None:
     assert last_trace(lines) is None
+
+
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("OSError('no space (left)')", "OSError: no space (left)"),
+        ('my.Error("it\'s full")', "my.Error: it's full"),
+        ("KeyError()", "KeyError"),
+        ("OSError(28, 'No space')", "OSError(28, 'No space')"),
+    ],
+)
+def test_an_exception_that_python_dumps_while_it_exits_is_named(
+    exception: str, message: str
+) -> None:
+    dump = ["object address  : 0x7f1a", "object refcount : 2", "object type     : 0x11"]
+    dump += ["object type name: OSError", f"object repr     : {exception}", "lost sys.stderr"]
+    found = last_trace([*FRAMES, *dump])
+    assert found is not None
+    assert found.message == message

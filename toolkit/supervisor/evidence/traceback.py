@@ -35,6 +35,11 @@ _IGNORED = "Exception ignored in"
 _SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
 
+_DUMPED = re.compile(r"object repr +: (.*)")
+_OF_TEXT = re.compile(r"([\w.]+)\((?:(['\"])(.*)\2)?\)")
+"""In what Python writes in place of the message of an exception if stderr is closed already, as for
+a handler's exception while Python exits."""
+
 _MOST_WORDS = 50
 """Maximum number of lines of an exception message."""
 
@@ -80,6 +85,11 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
     message = lines[start]
     if lines_of_error and not message.startswith("Fatal"):
         message = lines_of_error[0]
+        if message.startswith("object address "):
+            dumped = next(filter(None, map(_DUMPED.match, lines_of_error)), None)
+            message = dumped.group(1) if dumped else lines_of_error[-1]
+            of_text = _OF_TEXT.fullmatch(message)
+            message = ": ".join(filter(None, of_text.group(1, 3))) if of_text else message
     if lines[start].startswith("  + "):
         message = next((line[4:] for line in frames if re.match(r"  \| \S", line)), message)
     while lines_of_error and not lines_of_error[-1]:
