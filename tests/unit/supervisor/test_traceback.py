@@ -1,7 +1,12 @@
 """The last traceback in what a rank has printed."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from toolkit.supervisor.evidence.first_error import Attempt, last_failure
 from toolkit.supervisor.evidence.traceback import last_trace
 
 FRAMES = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()"]
@@ -85,11 +90,35 @@ def test_a_rank_that_was_killed_within_its_traceback_has_said_nothing(lines: lis
         ("OSError(28, 'No space')", "OSError(28, 'No space')"),
     ],
 )
-def test_an_exception_that_python_dumps_while_it_exits_is_named(
-    exception: str, message: str
+@pytest.mark.parametrize("before", [[], FRAMES[:1], FRAMES, [*FRAMES, "OSError: full"]])
+def test_an_exception_that_python_dumps_is_named(
+    before: list[str], exception: str, message: str, tmp_path: Path
 ) -> None:
     dump = ["object address  : 0x7f1a", "object refcount : 2", "object type     : 0x11"]
     dump += ["object type name: OSError", f"object repr     : {exception}", "lost sys.stderr"]
-    found = last_trace([*FRAMES, *dump])
+    found = last_trace(["step 4", *before, *dump])
     assert found is not None
     assert found.message == message
+    assert found.at_end
+    stderr = tmp_path / "attempt_0" / "0" / "stderr.log"
+    stderr.parent.mkdir(parents=True)
+    stderr.write_text("".join(f"{line}\n" for line in [*before, *dump]))
+    first = last_failure(Attempt(str(tmp_path), 0), str(tmp_path))
+    assert first is not None
+    assert first.message == message
+
+
+def test_a_real_dump_of_python_is_named() -> None:
+    script = "import sys; del sys.stderr; raise OSError('no space left')"
+    rank = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert "object repr" in rank.stderr
+    found = last_trace(rank.stderr.splitlines())
+    assert found is not None
+    assert found.message == "OSError: no space left"
+
+
+def test_a_dump_after_an_unfinished_line_is_read() -> None:
+    dump = ["OSError: fullobject address  : 0x7f1a", "object repr     : OSError('full')"]
+    found = last_trace([*FRAMES, *dump, "lost sys.stderr"])
+    assert found is not None
+    assert found.message == "OSError: full"

@@ -12,6 +12,7 @@ from .echoes import is_echo
 from .files import last_lines, read
 from .rank_end import STOPS
 from .torchrun_report import Reported
+from .traceback import without_dumps
 
 MESSAGE_CHARS = 300
 _LONGEST_MESSAGE = 2000
@@ -81,7 +82,7 @@ _AFTER_MOST = 50
 def _printed(path: str) -> str:
     """Return the last exception in the stderr of a rank without an error file."""
     text, expected, after, ignored = "", False, 0, False
-    for full in last_lines(path):
+    for full in without_dumps(last_lines(path)):
         line = re.sub(r"^\[rank[0-9]+\]: ?", "", full)
         if line.startswith("Exception ignored"):  # by Python, usually at exit
             ignored = True

@@ -35,10 +35,11 @@ _IGNORED = "Exception ignored in"
 _SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _SYNTAX_ERROR_FILE = re.compile(r' +File ".*", line \d+$')
 
+_HEADLINE = "Traceback (most recent call last):"
+
+_DUMP = "object address  : "
 _DUMPED = re.compile(r"object repr +: (.*)")
 _OF_TEXT = re.compile(r"([\w.]+)\((?:(['\"])(.*)\2)?\)")
-"""In what Python writes in place of the message of an exception if stderr is closed already, as for
-a handler's exception while Python exits."""
 
 _MOST_WORDS = 50
 """Maximum number of lines of an exception message."""
@@ -48,6 +49,7 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
     """Return the last traceback of a rank's stderr, with the complete exception message."""
     rank = None
     lines = []
+    printed = without_dumps(printed)
     for line in printed:
         match = _PREFIX.match(line)
         if match:
@@ -85,11 +87,6 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
     message = lines[start]
     if lines_of_error and not message.startswith("Fatal"):
         message = lines_of_error[0]
-        if message.startswith("object address "):
-            dumped = next(filter(None, map(_DUMPED.match, lines_of_error)), None)
-            message = dumped.group(1) if dumped else lines_of_error[-1]
-            of_text = _OF_TEXT.fullmatch(message)
-            message = ": ".join(filter(None, of_text.group(1, 3))) if of_text else message
     if lines[start].startswith("  + "):
         message = next((line[4:] for line in frames if re.match(r"  \| \S", line)), message)
     while lines_of_error and not lines_of_error[-1]:
@@ -100,6 +97,39 @@ def last_trace(printed: Sequence[str]) -> Optional[Trace]:
         rank=rank,
         at_end=all(not line or _FOREIGN.match(line) for line in printed[end:]),
     )
+
+
+def without_dumps(printed: Sequence[str]) -> List[str]:
+    """Return the lines of stderr with an exception's usual line in place of a dump of its object.
+
+    CPython dumps the object if it cannot use sys.stderr, as when a signal handler raises while
+    Python exits or prints an exception; a headline and frames may precede the dump.
+
+    >>> without_dumps(["object address  : 0x7f", "object repr     : OSError('full')"])
+    ['Traceback (most recent call last):', 'OSError: full']
+    """
+    lines: List[str] = []
+    outer, in_dump = "", False
+    for line in printed:
+        before, mark, _ = line.partition(_DUMP)
+        if mark:
+            lines += [before] if before else []
+            lines += [] if (before or outer) == _HEADLINE else [_HEADLINE]
+            in_dump = True
+            continue
+        if in_dump:
+            of_repr = _DUMPED.match(line)
+            if of_repr:
+                of_text = _OF_TEXT.fullmatch(of_repr.group(1))
+                exception = of_text.group(1, 3) if of_text else of_repr.groups()
+                lines.append(": ".join(filter(None, exception)))
+            in_dump = line.startswith("object ")
+            if in_dump or line == "lost sys.stderr":
+                outer = ""
+                continue
+        outer = outer if line[:1] in ("", " ") else line
+        lines.append(line)
+    return lines
 
 
 def _is_cut(lines: Sequence[str]) -> bool:
