@@ -60,10 +60,8 @@ class Summands:
         self._copies: list[_Copy] = []
         self._large: dict[int, int] = {}
 
-    @torch.no_grad()
     def sum(self, tensors: Sequence[Tensor]) -> int:
         """Return the joint checksum of 64 bits; waits for the devices."""
-        # Under no_grad(), to_local() makes no copy.
         owns = [_own(tensor) for tensor in tensors]
         addresses = [own.data_ptr() for own in owns]
         if addresses != self._addresses:
@@ -135,7 +133,10 @@ class _Copy:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else to_local() makes a copy
+        return tensor.to_local()
 
 
 def _flat(own: Tensor) -> Tensor:

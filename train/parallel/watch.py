@@ -67,8 +67,9 @@ class Watch:
         self._plans: dict[bool, _Plan | None] = {}
         # The shortest step so far: longer ones contain other waits.
         self._step_s = math.inf
-        # Average of recent comparisons: their cost varies with the state of the caches.
-        self._cost_s = 0.0
+        # Average of recent comparisons: their cost varies with the state of the caches. And the
+        # part of the last one that came after the exchange.
+        self._cost_s = self._checking_s = 0.0
         # Steps between two comparisons that this rank would choose, given their cost.
         self._interval = 0
         self._started, self._last = 0.0, 0
@@ -112,7 +113,7 @@ class Watch:
         if not (everything or made) and progress.step > self._last:
             step_s = (started - self._started) / (progress.step - self._last)
             self._step_s = min(self._step_s, step_s)
-            cost_s = time.perf_counter() - started
+            cost_s = time.perf_counter() - started + self._checking_s
             self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
             self._interval = max(math.ceil(self._cost_s / (SHARE * self._step_s)), 1)
         self._started, self._last = started, progress.step
@@ -128,6 +129,7 @@ class Watch:
         """
         if not totals:
             return
+        started = time.perf_counter()
         progress, everything, position = self._held
         plan = self._plans[everything]
         assert plan is not None, "numbers() has made it"
@@ -146,6 +148,7 @@ class Watch:
         self._next = self._last + (math.ceil(mean) or UNKNOWN)
         if everything:
             self._next_moments = self._last + SELDOM * (self._next - self._last)
+        self._checking_s = time.perf_counter() - started
 
     def other_names(self, model: Mapping[str, Tensor]) -> list[str]:
         """Name the tensors that this rank's model has gained or lost since `model()` made it."""
