@@ -164,6 +164,12 @@ class TrainingScript:
                 yield parent, child in parent.orelse
             child = parent
 
+    def are_siblings(self, one: ast.stmt, other: ast.stmt) -> bool:
+        """Whether two statements are in the same block."""
+        parent = self._parents[one]
+        blocks = (getattr(parent, name, ()) for name in ("body", "orelse", "finalbody"))
+        return any(one in block and other in block for block in blocks)
+
     def rank_guard(self, node: ast.AST) -> ast.If | None:
         """Return the innermost `if` on the rank, which lets only some ranks reach a node."""
         return next((test for test, _ in self.conditions_of(node) if about_rank(test.test)), None)

@@ -37,7 +37,11 @@ def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
     calls = _collectives(script)
     for call in calls:
         guard = script.rank_guard(call.node)
-        if guard is None or call.last == "destroy_process_group" or _in_both(guard, call, calls):
+        if (
+            guard is None
+            or call.last == "destroy_process_group"
+            or _is_met(script, guard, call, calls)
+        ):
             continue
         group = call.argument("group", _GROUP_AT.get(call.last))
         if group is not None or call.last == "new_group":
@@ -45,14 +49,37 @@ def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
         yield Violation(call.node.lineno, f"only some ranks call {call.last}() here")
 
 
-def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
-    """Whether both branches of the condition call the same collective."""
-    bodies = [
-        {id(node) for statement in body for node in ast.walk(statement)}
-        for body in (guard.body, guard.orelse)
-    ]
-    sides = [any(c.last == call.last and id(c.node) in body for c in calls) for body in bodies]
-    return all(sides)
+def _is_met(script: TrainingScript, guard: ast.If, call: Called, calls: list[Called]) -> bool:
+    """Whether the other ranks make the same call.
+
+    They do so in the other branch, under another condition on the rank beside this one (the other
+    ranks wait until rank 0 has written a file), or later, if the branch leaves the function or
+    loop.
+    """
+    branch = _branch(guard, call)
+    leaves = isinstance(branch[-1], ast.Return | ast.Continue | ast.Break)
+    for other in calls:
+        if other.last != call.last or other is call:
+            continue
+        its_guard = script.rank_guard(other.node)
+        if its_guard is guard:
+            found = _branch(guard, other) is not branch
+        elif its_guard is None:
+            found = leaves and guard.end_lineno is not None and guard.end_lineno < other.node.lineno
+            found = found and script.function_of(other.node) is script.function_of(guard)
+        else:
+            found = script.are_siblings(guard, its_guard) and (
+                ast.dump(guard.test) != ast.dump(its_guard.test)
+            )
+        if found:
+            return True
+    return False
+
+
+def _branch(guard: ast.If, call: Called) -> list[ast.stmt]:
+    """Return the branch of the condition with the call."""
+    in_else = bool(guard.orelse) and guard.orelse[0].lineno <= call.node.lineno
+    return guard.orelse if in_else else guard.body
 
 
 @TRAINING.rule(
