@@ -36,50 +36,40 @@ def _collectives(script: TrainingScript) -> list[Called]:
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
     calls = _collectives(script)
     for call in calls:
-        guard = script.rank_guard(call.node)
-        if (
-            guard is None
-            or call.last == "destroy_process_group"
-            or _is_met(script, guard, call, calls)
-        ):
+        if call.last == "destroy_process_group" or not script.rank_guards(call.node):
             continue
         group = call.argument("group", _GROUP_AT.get(call.last))
         if group is not None or call.last == "new_group":
             continue  # the group may contain only the ranks that call it
+        if _is_met(script, call, calls):
+            continue
         yield Violation(call.node.lineno, f"only some ranks call {call.last}() here")
 
 
-def _is_met(script: TrainingScript, guard: ast.If, call: Called, calls: list[Called]) -> bool:
+def _is_met(script: TrainingScript, call: Called, calls: list[Called]) -> bool:
     """Whether the other ranks make the same call.
 
-    They do so in the other branch, under another condition on the rank beside this one (the other
-    ranks wait until rank 0 has written a file), or later, if the branch leaves the function or
-    loop.
+    They do so in the other branch, under another condition in the same function (the other ranks
+    wait until rank 0 has written a file), or later, if the branch leaves the function or loop.
     """
-    branch = _branch(guard, call)
+    guards = script.rank_guards(call.node)
+    function = script.function_of(call.node)
+    (innermost, in_else), *_ = guards.items()
+    branch = innermost.orelse if in_else else innermost.body
     leaves = isinstance(branch[-1], ast.Return | ast.Continue | ast.Break)
     for other in calls:
-        if other.last != call.last or other is call:
+        if other.last != call.last or script.function_of(other.node) is not function:
             continue
-        its_guard = script.rank_guard(other.node)
-        if its_guard is guard:
-            found = _branch(guard, other) is not branch
-        elif its_guard is None:
-            found = leaves and guard.end_lineno is not None and guard.end_lineno < other.node.lineno
-            found = found and script.function_of(other.node) is script.function_of(guard)
+        others = script.rank_guards(other.node)
+        if not others:
+            found = leaves and other.node.lineno > branch[-1].lineno
+        elif common := guards.keys() & others.keys():
+            found = any(guards[one] != others[one] for one in common)
         else:
-            found = script.are_siblings(guard, its_guard) and (
-                ast.dump(guard.test) != ast.dump(its_guard.test)
-            )
+            found = ast.dump(innermost.test) != ast.dump(next(iter(others)).test)
         if found:
             return True
     return False
-
-
-def _branch(guard: ast.If, call: Called) -> list[ast.stmt]:
-    """Return the branch of the condition with the call."""
-    in_else = bool(guard.orelse) and guard.orelse[0].lineno <= call.node.lineno
-    return guard.orelse if in_else else guard.body
 
 
 @TRAINING.rule(
