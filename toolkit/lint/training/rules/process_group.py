@@ -119,6 +119,8 @@ def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
         if script.full_name(target.value) == "os.environ" and (
             constant(target.slice) == "MASTER_PORT" and constant(node.value) is not None
         ):
+            if any("MASTER_PORT" in ast.dump(test.test) for test, _ in script.conditions_of(node)):
+                continue  # only where it is not set, as it is by torchrun
             yield Violation(node.lineno, f"MASTER_PORT is always {constant(node.value)}")
     for call in script.torch_calls("init_process_group"):
         method = constant(call.argument("init_method", 1))
@@ -130,7 +132,7 @@ def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
     "gloo-on-gpus",
     finds="gloo as the backend of ranks that train on GPUs",
     reason="gloo sends the gradients through the host's memory and CPUs; NCCL sends them from "
-    "GPU to GPU.",
+    "GPU to GPU where the hardware allows it.",
     fix='write "nccl" where there are GPUs: "nccl" if torch.cuda.is_available() else "gloo"',
 )
 def _gloo(script: TrainingScript) -> Iterator[Violation[int]]:
