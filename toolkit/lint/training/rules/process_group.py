@@ -90,7 +90,7 @@ def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
     "fixed-init-file",
     finds="a rendezvous file with a fixed name",
     reason="A failed run leaves the file behind. The next run finds the previous ranks in it, and "
-    "hangs or fails.",
+    "may hang or fail.",
     fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
 )
 def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
