@@ -29,8 +29,8 @@ command -v shellcheck >/dev/null || missing+=(shellcheck)
 if [ "$(id -u)" -eq 0 ]; then
   # What builds the image and runs it on the sandbox's nodes.
   # rsync, tcsh, and below a login node's sshd: how the tests reach a cluster from a laptop.
-  # runc, catatonit, iptables: what runs pods by `podman kube play`. curl: what scripts send notifications with.
-  for program in podman crun debootstrap rsync tcsh runc catatonit iptables curl; do
+  # runc, catatonit, iptables: what runs pods by `podman kube play`.
+  for program in podman crun debootstrap rsync tcsh runc catatonit iptables; do
     command -v "$program" >/dev/null || missing+=("$program")
   done
   command -v sshd >/dev/null || missing+=(openssh-server)

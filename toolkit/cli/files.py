@@ -46,7 +46,7 @@ def new(folder: Path, job: str | None) -> None:
 @click.option(
     "--kind",
     type=click.Choice(["slurm", "kubernetes", "local"]),
-    help="The scheduler; by default Slurm if it is found here, else Kubernetes.",
+    help="The scheduler; by default Slurm if it is found here, else Kubernetes, else this machine.",
 )
 @click.option("--name", metavar="NAME", help="The profile's name; by default that of the cluster.")
 @click.option(
@@ -61,7 +61,7 @@ def new(folder: Path, job: str | None) -> None:
 def init(
     kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
 ) -> None:
-    """Detect the site, and write a profile of it; it becomes the default one."""
+    """Detect the site, and write a profile of it; without another one it becomes the default."""
     from toolkit.profile import draft
     from toolkit.profile.detect import discover
 

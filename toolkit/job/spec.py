@@ -116,8 +116,8 @@ class Retries(FrozenModel):
 
     preemptions: types.NaturalInt | None = None
     """New attempts after a preemption, the time limit, or an operator's requeue; by default any
-    number, as long as `no_progress` allows. On Kubernetes, how often each pod of a Job or JobSet is
-    replaced beyond `requeue`: 4 times by default."""
+    number, as long as `no_progress` allows. On Kubernetes with a `runs_claim`, how often each pod
+    of a Job or JobSet is replaced beyond `requeue`: 4 times by default."""
 
     no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`. Pods
@@ -316,8 +316,9 @@ class JobSpec(FrozenModel):
     that keep the others waiting are named and killed, which is a failure as `retries` counts them.
     While a rank [computes](../how-to/hangs.md#a-rank-that-computes), none is killed for ten times
     as long, and at least an hour. In a script that writes no `metrics.jsonl`, output counts as a
-    step. By default the time is learned from the run's own steps, and a stall is only reported;
-    `never` leaves the watchdog out."""
+    step. By default, a job with `retries`, `log_pattern` or notifications of stalls learns the time
+    from the run's own steps, and a stall is only reported; other jobs have no watchdog, as with
+    `never`."""
 
     log_pattern: types.LogPattern | None = None
     """A regular expression of Python that finds `(?P<step>…)` and other figures, like

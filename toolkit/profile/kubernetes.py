@@ -137,7 +137,7 @@ class KubernetesProfile(SiteProfile):
     The operator then gives the workers an init container that Pod Security `restricted` refuses."""
 
     training_runtime: types.SecretName = "torch-deploy-toolkit"
-    """The TrainingRuntime that a TrainJob refers to; `k8s/base` holds it."""
+    """The TrainingRuntime that a TrainJob refers to; `k8s/base/trainer` holds it."""
 
     queue: types.SecretName | None = None
     """The LocalQueue of Kueue in which jobs wait."""
@@ -166,7 +166,8 @@ class KubernetesProfile(SiteProfile):
 
     host_network: types.Flag = False
     """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
-    `restricted` and `baseline`, and allows one pod per node, since all use the same port."""
+    `restricted` and `baseline`, and allows one pod of a run per node, since all use the same
+    port."""
 
     network_policy: types.Flag = True
     """Whether each run has a NetworkPolicy, for networks that enforce it: its pods reach only each
@@ -176,7 +177,8 @@ class KubernetesProfile(SiteProfile):
 
     egress: tuple[Network, ...] = ()
     """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
-    addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded."""
+    addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded, except a
+    node's DNS cache."""
 
     service: types.SecretName | None = None
     """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
@@ -198,7 +200,7 @@ class KubernetesProfile(SiteProfile):
         default=5, alias="lost_node_toleration", json_schema_extra={"default": "5s"}
     )
     """How long a pod stays on a node that is not ready or unreachable before another pod replaces
-    it. Kubernetes waits 40 to 50 s before it marks a silent node so, and its own default here is
+    it. Kubernetes waits 40 to 55 s before it marks a silent node so, and its own default here is
     five minutes."""
 
     one_pod_per_node: types.Flag = False

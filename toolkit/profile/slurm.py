@@ -106,8 +106,9 @@ class SlurmProfile(SiteProfile):
     leak, source what defines `module`. A line that fails stops the job."""
 
     epilog: tuple[types.ShellLine, ...] = ()
-    """Lines of bash to run at the end of the script, however it ends: remove the job's files from
-    local disks. They cannot change the exit status; after the loss of a node they do not run."""
+    """Lines of bash to run after the attempt, whether it has succeeded or failed: remove the job's
+    files from local disks. They cannot change the exit status. They do not run after the loss of
+    the node, or if a line before torchrun fails."""
 
     kill_wait_s: types.Duration = Field(
         default=30, alias="kill_wait", json_schema_extra={"default": "30s"}

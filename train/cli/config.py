@@ -104,7 +104,7 @@ class Config:
     dp_shard: Count | None = None
     """Ranks that share the parameters of one copy (FSDP)."""
     tp: Count | None = None
-    """Ranks that share each layer's matrices (tensor parallel, with sequence parallel)."""
+    """Ranks that share each layer's matrices (tensor parallel, by the task's `tensor_plan()`)."""
     pp: Count | None = None
     """Ranks that hold successive stages of the model (pipeline parallel)."""
     cp: Count | None = None
@@ -141,7 +141,8 @@ class Config:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Numbers that matrices are multiplied in; fp16 scales the loss."""
     tf32: Literal["auto", "on", "off"] = "auto"
-    """Have GPUs round fp32 factors to 10 bits; `auto`, as torch: in convolutions only."""
+    """Have GPUs round fp32 factors to 10 bits of mantissa; `auto`, as torch: only in cuDNN
+    (convolutions)."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False

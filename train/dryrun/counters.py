@@ -228,6 +228,19 @@ class Exchange:
             case _:
                 return float(self.payload)
 
+    def leaves_a_node(self, node_size: int) -> float:
+        """Return the bytes that a node sends to others if all of its ranks make such a call.
+
+        A ring leaves a node at one of its ranks, and so do a pipeline's activations. In an
+        all-to-all, every rank sends to every other one.
+        """
+        here = [rank for rank in self.ranks if rank // node_size == self.ranks[0] // node_size]
+        if len(here) == len(self.ranks):
+            return 0.0
+        if self.kind == "all-to-all":
+            return node_size * self.payload * (1 - len(here) / len(self.ranks))
+        return node_size / len(here) * self.sent
+
     def axes(self, layout: Layout) -> str:
         """Name the axes of the layout along which the ranks differ, such as `dp_shard x cp`."""
         places = [layout.coordinates(rank) for rank in self.ranks]

@@ -13,8 +13,8 @@ from .simulate import RankCost
 
 NOTES = (
     "Counted while the real strategy made a step with tensors that have no memory, on one rank of "
-    "each stage. By formula: sent (rings), waiting (equal stages, a backward pass twice a forward "
-    "pass).",
+    "each stage. By formula: sent, and what leaves a node (rings), waiting (equal stages, a "
+    "backward pass twice a forward pass).",
     "Counted for CUDA GPUs, whatever this machine has: where autocast keeps float32, fused AdamW, "
     "attention without a matrix. Work: matrix products and attention, and causal attention "
     "as a full square, although kernels leave out up to half of it.",
@@ -41,8 +41,8 @@ class Flow:
     """Bytes of all calls: the whole buffer that is gathered, reduced or sent."""
     sent: float
     """Bytes that the rank sends with ring algorithms."""
-    crosses_nodes: bool
-    """Whether the ranks are on several nodes."""
+    leaves_a_node: float
+    """Bytes that all ranks of a node send to other nodes in these collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,9 @@ class Findings:
                 calls=sum(calls.values()),
                 payload=sum(exchange.payload * n for exchange, n in calls.items()),
                 sent=sum(exchange.sent * n for exchange, n in calls.items()),
-                crosses_nodes=any(self.crosses_nodes(exchange.ranks) for exchange in calls),
+                leaves_a_node=sum(
+                    exchange.leaves_a_node(self.node_size) * n for exchange, n in calls.items()
+                ),
             )
             for (axes, kind), calls in groups.items()
         ]
@@ -191,7 +193,7 @@ class Findings:
             yield gradient_sync
 
     def _traffic(self) -> Iterator[str]:
-        titles = ("along", "collective", "calls", "bytes", "sent by a rank", "")
+        titles = ("along", "collective", "calls", "bytes", "sent by a rank", "leaves a node")
         rows = [
             (
                 name,
@@ -200,7 +202,7 @@ class Findings:
                 f"{flow.calls:g}",
                 written(flow.payload),
                 written(flow.sent),
-                "crosses nodes" if flow.crosses_nodes else "within a node",
+                written(flow.leaves_a_node),
             )
             for name, rank in self._named_ranks()
             for flow in self.flows(rank)

@@ -80,8 +80,8 @@ class LossScaler:
 
     fp16 needs it, as many gradients are smaller than the smallest fp16 number.
 
-    torch.amp.GradScaler would look at one rank's gradients only, and ranks that disagree about a
-    step would diverge. Here the norm over all ranks decides.
+    torch.amp.GradScaler looks only at one rank's gradients if they are plain tensors, and ranks
+    that disagree about a step would diverge. Here the norm over all ranks decides.
     """
 
     def __init__(self, *, enabled: bool) -> None:

@@ -1,7 +1,8 @@
 """Tensor parallel: ranks share each layer's matrices, by columns and then by rows.
 
-Between these layers the sequence is cut instead (sequence parallel), so that ranks do not repeat
-each other's work on norms and residuals. The task's `tensor_plan()` defines how each layer is cut.
+The task's `tensor_plan()` defines how each layer is cut. Between these layers it may cut the
+sequence instead (sequence parallel), so that ranks do not repeat each other's work on norms and
+residuals.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

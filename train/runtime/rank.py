@@ -22,7 +22,7 @@ class RankInfo:
     local_world_size: int = 1
     """`LOCAL_WORLD_SIZE`: how many processes this node has."""
     attempt: int = 0
-    """`TRAIN_ATTEMPT`: how often the scheduler has restarted the job."""
+    """`TRAIN_ATTEMPT`: the number of this attempt, from 0; on Kubernetes, of the submission."""
     restart: int = 0
     """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has restarted the workers."""
     launch: str | None = None

@@ -74,6 +74,33 @@ def test_ddp_reduces_as_many_bytes_as_there_are_parameters() -> None:
     assert len(found.flows(found.ranks[0])) == 1
 
 
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all"])
+@pytest.mark.parametrize(("size", "stride"), [(2, 1), (2, 4), (4, 2), (8, 1), (8, 2), (16, 1)])
+def test_what_leaves_a_node_is_what_its_ranks_send_to_other_nodes(
+    kind: str, size: int, stride: int
+) -> None:
+    """All groups of 16 ranks on 4 nodes, message by message."""
+    left = [0.0] * 4
+    for first in range(16):
+        ranks = tuple(range(first, first + size * stride, stride))
+        if first // stride % size or ranks[-1] >= 16:
+            continue  # another rank of the group is its first
+        call = Exchange(kind=kind, ranks=ranks, payload=4800)
+        for at, rank in enumerate(ranks):
+            if kind == "all-to-all":
+                to = {other: call.payload / size for other in ranks}
+            else:
+                to = {ranks[(at + 1) % size]: call.sent}
+            left[rank // 4] += sum(n for other, n in to.items() if other // 4 != rank // 4)
+        # The ranks that a dry run looks at are in the first group.
+        assert call.leaves_a_node(4) == pytest.approx(
+            Exchange(
+                kind=kind, ranks=tuple(range(0, size * stride, stride)), payload=4800
+            ).leaves_a_node(4)
+        )
+    assert left == pytest.approx([call.leaves_a_node(4)] * 4)
+
+
 def test_accumulating_gradients_adds_no_traffic() -> None:
     config = Config(task="chars", strategy="ddp", dp_replicate=4)
     (at_once,) = examine(config).ranks
@@ -310,7 +337,7 @@ def test_thousands_of_ranks_need_no_launcher_and_little_memory() -> None:
     found = json.loads(ended.stdout)
     assert (found["world_size"], found["nodes"], found["fits"]) == (16384, 4096, True)
     (rank,) = found["ranks"]
-    crossing = {f["axes"] for f in rank["traffic"] if f["crosses_nodes"]}
+    crossing = {f["axes"] for f in rank["traffic"] if f["leaves_a_node"]}
     assert crossing == {"dp_shard", "dp_shard x tp"}
 
 

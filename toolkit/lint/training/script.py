@@ -164,9 +164,12 @@ class TrainingScript:
                 yield parent, child in parent.orelse
             child = parent
 
-    def rank_guard(self, node: ast.AST) -> ast.If | None:
-        """Return the innermost `if` on the rank, which lets only some ranks reach a node."""
-        return next((test for test, _ in self.conditions_of(node) if about_rank(test.test)), None)
+    def rank_guards(self, node: ast.AST) -> dict[ast.If, bool]:
+        """Return each `if` that lets only some ranks reach a node, and whether it is in `else`.
+
+        The innermost comes first.
+        """
+        return {test: other for test, other in self.conditions_of(node) if about_rank(test.test)}
 
     # ---- Values of names
 
@@ -203,14 +206,16 @@ class TrainingScript:
 
 
 def about_rank(test: ast.expr) -> bool:
-    """Whether a condition tests the rank.
+    """Whether a condition distinguishes ranks; -1 stands for a single process.
 
     >>> about_rank(ast.parse("rank == 0", mode="eval").body)
     True
     >>> about_rank(ast.parse("step % 10 == 0", mode="eval").body)
     False
+    >>> about_rank(ast.parse("RANK != -1 and world_size > 1", mode="eval").body)
+    False
     """
-    for node in ast.walk(test):
+    for node in _outside_of_comparisons_with_minus_1(test):
         name = node.id if isinstance(node, ast.Name) else ""
         name = node.attr if isinstance(node, ast.Attribute) else name
         if name == "get_rank" or _RANK.search(name):
@@ -218,6 +223,16 @@ def about_rank(test: ast.expr) -> bool:
         if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK"):
             return True
     return False
+
+
+def _outside_of_comparisons_with_minus_1(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Compare) and len(node.comparators) == 1:
+        sides = (node.left, *node.comparators)
+        if any(isinstance(one, ast.UnaryOp) and ast.unparse(one) == "-1" for one in sides):
+            return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _outside_of_comparisons_with_minus_1(child)
 
 
 def constant(node: ast.expr | None) -> object:

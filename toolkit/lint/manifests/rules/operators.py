@@ -334,7 +334,7 @@ def _ranges(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "nproc-gpus",
     finds="torchrun with more workers than its container has GPUs",
-    reason="Two workers would share a GPU, which NCCL refuses.",
+    reason="A worker finds no GPU of its number, or two share a GPU, which NCCL refuses.",
     fix="make --nproc-per-node (nprocPerNode, numProcPerNode) the number of GPUs",
 )
 def _workers(stream: Stream) -> Iterator[Violation[View]]:
@@ -357,7 +357,7 @@ def _workers(stream: Stream) -> Iterator[Violation[View]]:
     finds="a fieldRef to a field that pods do not expose",
     reason="The server refuses the pod.",
     fix="write one of metadata.name, .namespace, .uid, .labels['KEY'], .annotations['KEY'], "
-    "spec.nodeName, spec.serviceAccountName, status.hostIP, status.podIP",
+    "spec.nodeName, spec.serviceAccountName, status.hostIP, .hostIPs, .podIP, .podIPs",
 )
 def _paths(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):

@@ -87,7 +87,7 @@ def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "deadline-below-grace",
     finds="an activeDeadlineSeconds no longer than the grace period",
-    reason="The run would get the stop signal before it starts.",
+    reason="The run would be stopped sooner than its stop may take.",
     fix="raise activeDeadlineSeconds",
 )
 def _deadlines(stream: Stream) -> Iterator[Violation[View]]:

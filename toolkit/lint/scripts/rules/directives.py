@@ -130,8 +130,8 @@ def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "time-missing",
     finds="no time limit",
-    reason="The partition's default applies, which may be minutes, and the scheduler cannot "
-    "backfill the job.",
+    reason="The partition's default applies, which may be minutes, or so long that the scheduler "
+    "finds no gap to backfill the job.",
     fix="add #SBATCH --time=HH:MM:SS",
 )
 def _time(script: BatchScript) -> Iterator[Violation[int]]:

@@ -376,8 +376,8 @@ def _range(text: str) -> tuple[int, int] | None:
 @SCRIPTS.rule(
     "nproc-mismatch",
     finds="torchrun's number of workers per node differs from the node's number of GPUs",
-    reason="If it is larger, two workers share a GPU, which NCCL refuses; if it is smaller, GPUs "
-    "are idle.",
+    reason="If it is larger, a worker finds no GPU of its number, or two share a GPU, which NCCL "
+    "refuses; if it is smaller, GPUs are idle.",
     fix="write --nproc-per-node=gpu, or the same number twice",
 )
 def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
@@ -399,7 +399,7 @@ def _nproc(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "ntasks-exceed-gpus",
     finds="more tasks per node than GPUs, with one rank per task",
-    reason="Two ranks would share a GPU, which NCCL refuses.",
+    reason="A rank finds no GPU of its number, or two share a GPU, which NCCL refuses.",
     fix="make --ntasks-per-node the number of the node's GPUs",
 )
 def _tasks(script: BatchScript) -> Iterator[Violation[int]]:

@@ -22,7 +22,7 @@ def _all_write(script: TrainingScript) -> Iterator[Violation[int]]:
         place = call.argument("f", 1)
         if (
             call.name != "torch.save"
-            or script.rank_guard(call.node)
+            or script.rank_guards(call.node)
             or _returns_early(script, call)
         ):
             continue
@@ -50,7 +50,7 @@ def _returns_early(script: TrainingScript, call: Called) -> bool:
 def _called_under_guard(script: TrainingScript, name: str) -> bool:
     """Whether only some ranks call a function of the script, at every call."""
     calls = [c for c in script.calls if c.last == name and not c.name.startswith("torch.")]
-    return bool(calls) and all(script.rank_guard(c.node) for c in calls)
+    return bool(calls) and all(script.rank_guards(c.node) for c in calls)
 
 
 @TRAINING.rule(
@@ -78,7 +78,7 @@ def _same_gpu(script: TrainingScript) -> Iterator[Violation[int]]:
     if not script.joins_ranks or script.is_wrapped:
         return
     for call in script.torch_calls("load"):
-        if call.name != "torch.load" or call.is_open or script.rank_guard(call.node):
+        if call.name != "torch.load" or call.is_open or script.rank_guards(call.node):
             continue
         if call.argument("map_location", 1) is None:
             yield Violation(call.node.lineno, "every rank loads onto the GPU that has saved it")

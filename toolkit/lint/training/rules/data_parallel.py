@@ -71,15 +71,8 @@ def _parameters_of(given: ast.expr | None) -> str:
     "the batch are large",
 )
 def _not_converted(script: TrainingScript) -> Iterator[Violation[int]]:
-    conversions = [c for c in script.calls if c.last == "convert_sync_batchnorm"]
-    for call in conversions:
-        if isinstance(next(script.parents(call.node), None), ast.Expr):
-            yield Violation(
-                call.node.lineno,
-                "the result of convert_sync_batchnorm(…) is not used",
-                fix="assign it: model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-            )
-    if not conversions and script.torch_calls("DistributedDataParallel"):
+    converts = any(call.last == "convert_sync_batchnorm" for call in script.calls)
+    if not converts and script.torch_calls("DistributedDataParallel"):
         for call in script.torch_calls(*_BATCH_NORMS)[:1]:
             yield Violation(call.node.lineno, f"{call.last} is not converted to SyncBatchNorm")
 

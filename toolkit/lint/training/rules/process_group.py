@@ -36,23 +36,40 @@ def _collectives(script: TrainingScript) -> list[Called]:
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:
     calls = _collectives(script)
     for call in calls:
-        guard = script.rank_guard(call.node)
-        if guard is None or call.last == "destroy_process_group" or _in_both(guard, call, calls):
+        if call.last == "destroy_process_group" or not script.rank_guards(call.node):
             continue
         group = call.argument("group", _GROUP_AT.get(call.last))
         if group is not None or call.last == "new_group":
             continue  # the group may contain only the ranks that call it
+        if _is_met(script, call, calls):
+            continue
         yield Violation(call.node.lineno, f"only some ranks call {call.last}() here")
 
 
-def _in_both(guard: ast.If, call: Called, calls: list[Called]) -> bool:
-    """Whether both branches of the condition call the same collective."""
-    bodies = [
-        {id(node) for statement in body for node in ast.walk(statement)}
-        for body in (guard.body, guard.orelse)
-    ]
-    sides = [any(c.last == call.last and id(c.node) in body for c in calls) for body in bodies]
-    return all(sides)
+def _is_met(script: TrainingScript, call: Called, calls: list[Called]) -> bool:
+    """Whether the other ranks make the same call.
+
+    They do so in the other branch, under another condition in the same function (the other ranks
+    wait until rank 0 has written a file), or later, if the branch leaves the function or loop.
+    """
+    guards = script.rank_guards(call.node)
+    function = script.function_of(call.node)
+    (innermost, in_else), *_ = guards.items()
+    branch = innermost.orelse if in_else else innermost.body
+    leaves = isinstance(branch[-1], ast.Return | ast.Continue | ast.Break)
+    for other in calls:
+        if other.last != call.last or script.function_of(other.node) is not function:
+            continue
+        others = script.rank_guards(other.node)
+        if not others:
+            found = leaves and other.node.lineno > branch[-1].lineno
+        elif common := guards.keys() & others.keys():
+            found = any(guards[one] != others[one] for one in common)
+        else:
+            found = ast.dump(innermost.test) != ast.dump(next(iter(others)).test)
+        if found:
+            return True
+    return False
 
 
 @TRAINING.rule(
@@ -73,7 +90,7 @@ def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
     "fixed-init-file",
     finds="a rendezvous file with a fixed name",
     reason="A failed run leaves the file behind. The next run finds the previous ranks in it, and "
-    "hangs or fails.",
+    "may hang or fail.",
     fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
 )
 def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -102,6 +119,8 @@ def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
         if script.full_name(target.value) == "os.environ" and (
             constant(target.slice) == "MASTER_PORT" and constant(node.value) is not None
         ):
+            if any("MASTER_PORT" in ast.dump(test.test) for test, _ in script.conditions_of(node)):
+                continue  # only where it is not set, as it is by torchrun
             yield Violation(node.lineno, f"MASTER_PORT is always {constant(node.value)}")
     for call in script.torch_calls("init_process_group"):
         method = constant(call.argument("init_method", 1))
@@ -113,7 +132,7 @@ def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
     "gloo-on-gpus",
     finds="gloo as the backend of ranks that train on GPUs",
     reason="gloo sends the gradients through the host's memory and CPUs; NCCL sends them from "
-    "GPU to GPU.",
+    "GPU to GPU where the hardware allows it.",
     fix='write "nccl" where there are GPUs: "nccl" if torch.cuda.is_available() else "gloo"',
 )
 def _gloo(script: TrainingScript) -> Iterator[Violation[int]]:

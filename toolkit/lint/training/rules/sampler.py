@@ -31,7 +31,7 @@ def _not_distributed(script: TrainingScript) -> Iterator[Violation[int]]:
         if _NOT_TRAINING.search(_name_of(script, loader)) or loader.is_open:
             continue
         batches, sampler = loader.argument("batch_sampler"), loader.argument("sampler", 3)
-        if script.rank_guard(loader.node) or _is_divided(script, loader.argument("dataset", 0)):
+        if script.rank_guards(loader.node) or _is_divided(script, loader.argument("dataset", 0)):
             continue
         if batches is None and (sampler is None or isinstance(sampler, ast.Constant)):
             yield Violation(loader.node.lineno, "this loader has no sampler that knows the ranks")

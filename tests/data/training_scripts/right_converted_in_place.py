@@ -1,4 +1,4 @@
-"""A converted model is thrown away."""
+"""A model is converted in place, and its result is not used."""
 
 import os
 import torch
@@ -18,7 +18,7 @@ def main(epochs):
     train_loader = DataLoader(data, batch_size=8, sampler=sampler)
     test_loader = DataLoader(data, batch_size=8)
     net = nn.Sequential(nn.BatchNorm1d(8))
-    nn.SyncBatchNorm.convert_sync_batchnorm(net)  # finds batchnorm-not-converted
+    nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = DDP(nn.Linear(8, 1).cuda(), device_ids=[local])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if os.path.exists("model.pt"):
