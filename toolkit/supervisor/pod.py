@@ -40,6 +40,9 @@ DONE, FINAL, AGAIN = 0, 42, 138
 LOOK_S = 5
 """Seconds between two checks of the other pods' files."""
 
+SILENT_S = 15
+"""Seconds after which a stopping pod that has written nothing counts as lost."""
+
 STOP_MARGIN_S = 10
 """Seconds beyond `stop.grace` after which a torchrun that still runs gets SIGTERM again."""
 
@@ -125,6 +128,7 @@ class PodStart(PodFolder):
         """
         self._open_attempt()
         self._check_submitted_files()
+        self._await_earlier_start()
         if self._is_done():
             say("all steps were made before this start")
             raise _Ended(DONE)
@@ -186,6 +190,37 @@ class PodStart(PodFolder):
             if found != checksum:
                 self._refuse(f"the ConfigMap does not hold what was submitted: {name}")
 
+    def _await_earlier_start(self) -> None:
+        """Wait while an earlier start of this pod stops, for its checkpoint.
+
+        Kubernetes may replace a deleted or evicted pod 10 s after the deletion, long before
+        `stop.grace` is over. A pod on a lost node shows no sign of life.
+        """
+        told, end_s = False, time.monotonic() + self.options.policy.grace_s + STOP_MARGIN_S
+        while time.monotonic() < end_s and self._earlier_start_stops():
+            if not told:
+                say("waits for the pod that this one replaces: it is being stopped")
+            told = True
+            self.signals.wait(1)
+            if any(number != signal.SIGCHLD for number in self.signals.take()):
+                raise _Ended(AGAIN)  # this pod has started nothing
+        with contextlib.suppress(OSError):
+            os.remove(self.file("waiting"))
+
+    def _earlier_start_stops(self) -> bool:
+        """Whether an earlier start of this pod has got a signal and still runs."""
+        began = read(self.file("began"), 100)
+        if not began or began != read(self.file("stopping"), 100):
+            return False
+        if os.path.exists(self.file("ended")):
+            return False
+        self.write("waiting", "")  # the file system's clock, not that of a node
+        try:
+            now_s, then_s = (os.stat(self.file(name)).st_mtime for name in ("waiting", "stopping"))
+        except OSError:
+            return False
+        return now_s - then_s < SILENT_S
+
     def _is_done(self) -> bool:
         """Whether the run finished while this pod was gone, or before it could join."""
         if not self.submission or not os.path.exists(self.shared("done")):
@@ -211,7 +246,7 @@ class PodStart(PodFolder):
         if os.path.exists(self.shared("no_progress")):
             self._refuse("a worker has ended with 93, without progress")
         self.append("earlier_ends", read(self.file("ended")).rstrip("\n"))
-        for name in ("ended", "deserted", "repeated"):
+        for name in ("ended", "deserted", "repeated", "stopping"):
             with contextlib.suppress(OSError):
                 os.remove(self.file(name))
         if options.policy.limits.requeue:
@@ -313,12 +348,15 @@ class PodStart(PodFolder):
             # then not write a checkpoint.
             if self._is_replaced():
                 raise _Ended(AGAIN)
+            self._show_life()
             self.children.send(signal.SIGTERM)
 
     def _look(self) -> None:
         """Check the other pods' files, and stop torchrun if it cannot succeed."""
         if self._is_replaced():
             raise _Ended(AGAIN)
+        if self.stopping:
+            self._show_life()
         if self._ended_for_good() or self._is_hopeless():
             self.children.stop()
         if self.is_host or not self.meets_others:
@@ -327,6 +365,15 @@ class PodStart(PodFolder):
             self.was_deserted = True
             self.write("deserted", "")
             self.children.send(signal.SIGKILL)
+
+    def _show_life(self) -> None:
+        """Let a pod that replaces this one wait until this one has stopped."""
+        path = self.file("stopping")
+        if os.path.exists(path):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        elif self.start:
+            self.write("stopping", self.start)
 
     def _is_hopeless(self) -> bool:
         """Whether restarts by torchrun fail in the same way."""

@@ -307,6 +307,55 @@ def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_pl
 
 
 @pytest.mark.parametrize("kind", OF_EACH)
+def test_a_pod_that_is_replaced_while_it_saves_keeps_its_checkpoint(
+    kind: str, tmp_path: Path, until: Until
+) -> None:
+    """Kubernetes replaces a pod 10 s after its deletion; `stop.grace` is longer."""
+    old, new = Pod(tmp_path, kind), Pod(tmp_path, kind)
+    saves = (
+        """trap 'while [ ! -e "$TRAIN_RUN_DIR/goes" ]; do sleep 0.02; done; """
+        """touch "$TRAIN_RUN_DIR/saved"; exit 1' TERM; wait_for_stop"""
+    )
+    with old.start("torchrun", saves) as process:
+        until((old.runs / "ready").exists, "it runs")
+        process.terminate()
+        until(lambda: list(old.runs.glob("logs/*/*/stopping")) != [], "it is being stopped")
+        with new.start("torchrun", '[ -e "$TRAIN_RUN_DIR/saved" ]') as replacement:
+            assert replacement.stderr is not None
+            assert "waits for the pod" in replacement.stderr.readline()
+            (old.runs / "goes").touch()
+            assert process.wait(300) == AGAIN
+            assert replacement.wait(300) == DONE
+    assert old.failures == 0, "a stop is no failure"
+
+
+@pytest.mark.parametrize("kind", OF_EACH)
+def test_a_pod_that_is_stopped_while_it_waits_lets_the_other_one_save(
+    kind: str, tmp_path: Path, until: Until
+) -> None:
+    old, new = Pod(tmp_path, kind), Pod(tmp_path, kind)
+    saves = """trap 'touch "$TRAIN_RUN_DIR/told"; wait_for_stop' TERM; wait_for_stop"""
+    with old.start("torchrun", saves) as process:
+        until((old.runs / "ready").exists, "it runs")
+        process.terminate()
+        until((old.runs / "told").exists, "torchrun saves")
+        with new.start("torchrun", "exit 0") as replacement:
+            assert replacement.stderr is not None
+            assert "waits for the pod" in replacement.stderr.readline()
+            replacement.terminate()
+            assert replacement.wait(300) == AGAIN
+        assert process.poll() is None
+        process.kill()
+    for pid in with_environment(f"TRAIN_RUN_DIR={old.runs}\0"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    # It was killed at the end of its grace, a while ago.
+    for path in old.runs.glob("logs/*/*/stopping"):
+        os.utime(path, (1, 1))
+    assert new.run("exit 0") == DONE
+
+
+@pytest.mark.parametrize("kind", OF_EACH)
 def test_starts_without_progress_are_limited(kind: str, tmp_path: Path) -> None:
     pod = Pod(tmp_path, kind, more={"retries": {"requeue": 9, "no_progress": 2}})
     steps = (4, 6, 6, 6)
