@@ -64,7 +64,7 @@ class Resources(FrozenModel):
     """Memory on each node, like `64GiB`; by default the site decides."""
 
     shm_bytes: types.Size | None = Field(default=None, alias="shm")
-    """Shared memory for data loaders; part of `memory`. Containers have 64 MiB by default."""
+    """Shared memory for data loaders; part of `memory`. By default, as much as memory allows."""
 
     @property
     def min_nodes(self) -> int:

@@ -63,8 +63,8 @@ def kubernetes_problems(
     if job.resources.elastic and kind != "PyTorchJob":
         yield refusal(
             "elastic-workload",
-            f"nnodes with min and max: when a pod is lost, a {kind} waits for it or restarts "
-            "all pods. Only a PyTorchJob continues with fewer: write `workload: PyTorchJob`, or "
+            f"nnodes with min and max: when a pod is lost, the others of a {kind} wait until it "
+            "is replaced. Only a PyTorchJob continues with fewer: write `workload: PyTorchJob`, or "
             "one number of nodes",
             *("resources", "nnodes"),
         )

@@ -412,8 +412,8 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
             )
         elif job.retries.requeue:
             notes.append(
-                "without runs_claim, failures are neither counted nor classified: the cluster "
-                "retries each of them up to its own limit"
+                "without runs_claim, pods do not count failures: the cluster retries each of them, "
+                "up to its own limit, unless the pod itself finds that no restart can help"
             )
     if plans.notify_of(job, profile) and profile.network_policy and not profile.egress:
         notes.append(

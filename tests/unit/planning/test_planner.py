@@ -206,7 +206,7 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
     assert made.entry == ("-m", "train")
     assert [note.partition(":")[0] for note in made.notes] == [
         "profile 'a100' names no runs_claim",
-        "without runs_claim, failures are neither counted nor classified",
+        "without runs_claim, pods do not count failures",
     ]
     plain = plan(job(), site("kubernetes", runs_claim="runs"))
     assert isinstance(plain, KubernetesPlan)
