@@ -97,8 +97,8 @@ ECHOES = (
 launcher that reads the logs holds the same list."""
 
 NO_ECHOES = (
-    "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
-    "|eaddrinuse"
+    r"nccl(invalidusage|invalidargument|unhandledcudaerror)|invalid (usage|argument) \(run with"
+    "|unhandled cuda error|enforce fail|collective mismatch|eaddrinuse"
 )
 """Messages about an error on this rank's side: NCCL errors such as two ranks on one GPU, gloo
 errors about ranks in different collectives, and a port in use."""

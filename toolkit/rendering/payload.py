@@ -12,7 +12,6 @@ import functools
 import hashlib
 import io
 import itertools
-import json
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 FILE = "supervisor.pyz"
 """File name of the mounted or unpacked archive."""
 
-MAIN, TABLE = "__main__.py", "sources.json.bz2"
+MAIN, TABLE = "__main__.py", "sources.bz2"
 """Entries of the archive: the main program, `toolkit/supervisor/packed.py`, and other modules."""
 
 MOST_BYTES = 4 << 20
@@ -119,7 +118,7 @@ def archive(kind: str, features: Collection[str] = ()) -> bytes:
             wanted.add(path)
             unread += _imported(path)
     sources = {f"supervisor/{path.relative_to(folder)}": _bare(path) for path in sorted(wanted)}
-    table = bz2.compress(json.dumps(sources, ensure_ascii=False).encode())
+    table = bz2.compress("\0".join(map("\n".join, sources.items())).encode())
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as file:
         for name, content in {MAIN: _bare(folder / "packed.py").encode(), TABLE: table}.items():
@@ -212,9 +211,8 @@ def _sources(content: bytes) -> dict[str, str]:
     text = unpacking.decompress(packed, MOST_BYTES)
     if not unpacking.eof:
         raise ValueError(f"it is cut short, or unpacks to more than {MOST_BYTES:,} bytes")
-    table = json.loads(text)
-    if not isinstance(table, dict) or not all(isinstance(one, str) for one in table.values()):
-        raise ValueError("its table holds no sources")
+    files = [file.partition("\n") for file in text.decode().split("\0")]
+    table = {name: source for name, _, source in files}
     if strange := [name for name in table if not _OURS.fullmatch(name)]:
         raise ValueError(f"it was not written by this toolkit: it contains {strange[0]!r}")
     return {MAIN: main.decode(), **table}

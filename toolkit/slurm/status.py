@@ -46,6 +46,7 @@ _EXPLANATIONS = {
     ),
     "Licenses": "waits for licences",
     "NodeDown": "a required node is down",
+    "PartitionConfig": "its partition cannot meet its requirements, such as the number of nodes",
     "PartitionDown|PartitionInactive": "its partition accepts no jobs now",
     "PartitionNodeLimit": "it requests more nodes than its partition allows, so it never starts",
     "PartitionTimeLimit": "it requests more time than its partition allows, so it never starts",

@@ -4,7 +4,6 @@ The table of sources is compressed as a whole. A zip archive compresses files on
 be half as large again.
 """
 
-import json
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -16,8 +15,8 @@ try:
 except ImportError:
     sys.exit("supervisor: this host's python3 was built without the module bz2: use another one")
 
-TABLE = "sources.json.bz2"
-"""JSON: the text of each source file, by path."""
+TABLE = "sources.bz2"
+"""The source files: for each, its path, a line break and its text; then a zero byte."""
 
 
 class Sources:
@@ -66,7 +65,8 @@ class Sources:
 
 if __name__ == "__main__":
     content = __loader__.get_data(os.path.join(sys.path[0], TABLE))  # type: ignore[name-defined]
-    table = json.loads(bz2.decompress(content).decode())
+    files = bz2.decompress(content).decode().split("\0")
+    table = dict(file.split("\n", 1) for file in files)
     sys.meta_path.insert(0, Sources(sys.path[0], table))
     from supervisor.__main__ import main  # type: ignore[import-not-found]
 

@@ -23,7 +23,7 @@ from ..model.optimizer import NamedOptimizer
 from ..parallel.base import Parts, Strategy, WholeModel
 from ..parallel.fsdp import GradientSync
 from ..parallel.local_sgd import LocalSgd
-from ..parallel.pipeline import split
+from ..parallel.pipeline import split, stages
 from ..parallel.pipeline.schedule import Pipelined
 from ..runtime.rank import RankInfo
 from ..tasks.base import Task
@@ -177,6 +177,9 @@ class Rehearsal:
         Such a rank needs the results of other ranks before they are computed. So the same stages
         are first run once with one stage per rank.
         """
+        with fake_world(self._rank_info, self._stage_inputs) as group:
+            parts = Parts(task=self._task, config=self._config, layout=self.layout, group=group)
+            stages.plan(self._task.model(), parts)  # refuses by the flags that were given
         config, count = self._config, split.stage_count(self._config.pp_schedule, self.layout.pp)
         micro_batches = split.micro_batches(config, self.layout)
         size = config.global_batch // self.layout.shards // micro_batches

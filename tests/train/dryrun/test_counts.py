@@ -341,6 +341,12 @@ def test_thousands_of_ranks_need_no_launcher_and_little_memory() -> None:
     assert crossing == {"dp_shard", "dp_shard x tp"}
 
 
+def test_too_few_pieces_for_a_schedule_are_refused_by_the_flags_that_were_given() -> None:
+    config = Config(task="chars", pp=4, pp_schedule="Interleaved1F1B", micro_batch=4)
+    with pytest.raises(UsageError, match=r"^--pp 4 with --pp-schedule Interleaved1F1B: .*8 parts"):
+        examine(config)
+
+
 class Choosy(Task):
     """Looks at values on its way, which a rehearsal does not have."""
 

@@ -20,6 +20,14 @@ def test_all_programs_hold_the_same_list() -> None:
         ("Connection reset by peer", True),
         ("NCCL error in: Socket.cpp:12, remote process exited or there was a network error", True),
         ("NCCL error: ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", False),
+        # The lines after it, with NCCL's own name of the error, are not in a traceback's message.
+        (
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, invalid usage "
+            "(run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5",
+            False,
+        ),
+        ("NCCL error in: NCCLUtils.cpp:9, unhandled cuda error (run with NCCL_DEBUG=INFO", False),
+        ("NCCL error in: NCCLUtils.cpp:9, unhandled system error (run with NCCL_DEBUG=INFO", True),
         ("DistStoreError: Timed out after 601 seconds waiting for clients", True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
         ("[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes", False),

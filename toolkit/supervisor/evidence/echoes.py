@@ -29,8 +29,8 @@ ECHOES = (
 connection, and those of `train/`."""
 
 NO_ECHOES = (
-    "nccl(invalidusage|invalidargument|unhandledcudaerror)|enforce fail|collective mismatch"
-    "|eaddrinuse"
+    r"nccl(invalidusage|invalidargument|unhandledcudaerror)|invalid (usage|argument) \(run with"
+    "|unhandled cuda error|enforce fail|collective mismatch|eaddrinuse"
 )
 """Messages about an error on this side: NCCL's, such as two ranks on one GPU; gloo's about ranks in
 different collectives; and a port that is in use."""

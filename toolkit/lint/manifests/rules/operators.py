@@ -160,8 +160,8 @@ def _meeting_jobs(stream: Stream) -> Iterator[Pods]:
     "job-not-indexed",
     finds="a Job with torchrun in several pods that is not Indexed, or does not run all of them at "
     "once",
-    reason="Without an index no pod knows its rank or the others' names; with fewer pods than "
-    "completions, torchrun waits for those that start last.",
+    reason="Without an index no pod knows its rank or the others' names; with fewer pods at "
+    "a time than completions, torchrun waits for pods that start only after others have ended.",
     fix="write completionMode: Indexed, and completions equal to parallelism",
 )
 def _indexed(stream: Stream) -> Iterator[Violation[View]]:

@@ -191,7 +191,7 @@ def _address(script: BatchScript) -> Iterator[Violation[int]]:
     "head-pipe",
     finds="`scontrol … | head` under pipefail",
     reason="head closes the pipe after one line; scontrol may die by SIGPIPE then, more likely the "
-    "more nodes there are, and with it the script.",
+    "more nodes there are, and `set -e` ends the script.",
     fix="write hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\") and head=${hosts%%$'\\n'*}",
 )
 def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
