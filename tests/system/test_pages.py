@@ -242,7 +242,7 @@ def test_the_sentences_about_killed_ranks_are_those_of_the_toolkit() -> None:
     assert f"`{echo.rpartition(': ')[0]}: …`" in collectives
 
 
-@pytest.mark.parametrize("reason", ["BadConstraints", "InvalidAccount"])
+@pytest.mark.parametrize("reason", ["BadConstraints", "InvalidAccount", "PartitionConfig"])
 def test_the_reasons_of_slurm_are_those_that_status_shows(reason: str) -> None:
     assert f"`{in_words(reason)}`" in flat("slurm")
 

@@ -266,16 +266,18 @@ def fails_on(job: Job, host: str, words: str) -> str:
 
 
 CUDA = "RuntimeError: CUDA error: unspecified launch failure"
+DRIVER = "RuntimeError: The NVIDIA driver on your system is too old"
 
 
-def test_a_device_that_fails_twice_is_tried_without_its_node_once(job: Job) -> None:
-    fails_on(job, "n2", CUDA)
+@pytest.mark.parametrize("words", [CUDA, DRIVER])
+def test_a_device_that_fails_twice_is_tried_without_its_node_once(words: str, job: Job) -> None:
+    fails_on(job, "n2", words)
     job.asked.clear()
-    assert fails_on(job, "n2", CUDA) == (
-        f"retryable: the same failure twice at step 12: {CUDA}; queued again; "
+    assert fails_on(job, "n2", words) == (
+        f"retryable: the same failure twice at step 12: {words}; queued again; "
         "without n2, where two attempts have failed first"
     )
-    assert fails_on(job, "n3", CUDA).startswith("fatal: the same failure twice at step 12: ")
+    assert fails_on(job, "n3", words).startswith("fatal: the same failure twice at step 12: ")
 
 
 @pytest.mark.parametrize(
