@@ -26,7 +26,7 @@ def commands_page() -> str:
     """Return the page of `toolkit`: a section for each command, and the exit statuses."""
     parts = [
         "# The command line",
-        "Written by `make golden` from the commands, as is `toolkit COMMAND --help`.",
+        "Written by `make golden` from the commands; `toolkit COMMAND --help` prints the same.",
         _prose(cli),
     ]
     for name in cli.list_commands(click.Context(cli)):

@@ -170,10 +170,11 @@ class KubernetesProfile(SiteProfile):
     port."""
 
     network_policy: types.Flag = True
-    """Whether each run has a NetworkPolicy, for networks that enforce it: its pods reach only each
-    other, DNS and the networks under `egress`, and nothing else reaches them. Without it the
-    policies of the namespace apply, like those of `k8s/base`, where all training pods reach each
-    other."""
+    """Whether each run has a NetworkPolicy, for networks that enforce it: it lets the run's pods
+    reach only each other, DNS and the networks under `egress`, and lets nothing else reach them.
+    Policies of the namespace apply as well, and policies add up: with `training-pods` of
+    `k8s/base`, all training pods reach each other in any case. No policy holds for pods with
+    `host_network`."""
 
     egress: tuple[Network, ...] = ()
     """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The

@@ -61,7 +61,8 @@ class SlurmProfile(SiteProfile):
     gpus_flag: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
     """The option that requests GPUs: use `gres` if the site's submit filter or older select plugin
     knows only that one. `gpus-per-task` excludes `gpu_type`: Slurm 22.05 would leave
-    CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node."""
+    CUDA_VISIBLE_DEVICES unset, and every job would see all GPUs of its node, unless the site
+    confines devices by cgroup."""
 
     memory_flag: Literal["mem", "mem-per-cpu"] = "mem"
     """The option that requests memory: use `mem-per-cpu` if the site's submit filter refuses

@@ -250,7 +250,7 @@ _OWN_FIELD = re.compile(
 @MANIFESTS.rule(
     "toleration-odd",
     finds="a toleration that contradicts itself",
-    reason="The server refuses it.",
+    reason="The server refuses the pods, or the Job that creates them.",
     fix="write operator: Exists without a value, or Equal with key and value; tolerationSeconds "
     "with effect: NoExecute alone",
 )

@@ -171,7 +171,8 @@ def _open_mode(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "gpus-per-task-typed",
     finds="with a site of Slurm 22.05: `--gpus-per-task` with a type of GPU",
-    reason="This version leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs.",
+    reason="This version leaves CUDA_VISIBLE_DEVICES unset then, and each job sees all GPUs, "
+    "unless the site confines devices by cgroup.",
     fix="use --gres=gpu:TYPE:N or --gpus-per-node=TYPE:N",
 )
 def _typed(script: BatchScript) -> Iterator[Violation[int]]:
