@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from functools import partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,8 @@ def test_a_pod_that_is_replaced_while_it_saves_keeps_its_checkpoint(
     with old.start("torchrun", saves) as process:
         until((old.runs / "ready").exists, "it runs")
         process.terminate()
-        until(lambda: list(old.runs.glob("logs/*/*/stopping")) != [], "it is being stopped")
+        marks = partial(old.runs.glob, "logs/*/*/stopping")
+        until(lambda: any(mark.read_text() for mark in marks()), "it is being stopped")
         with new.start("torchrun", '[ -e "$TRAIN_RUN_DIR/saved" ]') as replacement:
             assert replacement.stderr is not None
             assert "waits for the pod" in replacement.stderr.readline()
