@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from functools import partial
-from functools import partial
 from pathlib import Path
 from typing import Any
 
