@@ -427,7 +427,7 @@ def _notes(job: JobSpec, profile: KubernetesProfile) -> tuple[str, ...]:
         )
     for loose, what in (
         (profile.host_network, "host_network: pods see and use every port of their node"),
-        (profile.capabilities, f"capabilities {', '.join(profile.capabilities)} are kept"),
+        (profile.capabilities, f"capabilities {', '.join(profile.capabilities)} are added"),
         (profile.run_as_user == 0, "run_as_user 0: the container runs as root"),
         (not profile.read_only_root, "read_only_root is off: the image's files can be changed"),
     ):

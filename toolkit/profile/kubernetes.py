@@ -161,8 +161,10 @@ class KubernetesProfile(SiteProfile):
     are always writable."""
 
     capabilities: tuple[Capability, ...] = ()
-    """Capabilities that the container keeps, like `IPC_LOCK` for RDMA; they violate Pod Security
-    `restricted` and `baseline`."""
+    """Capabilities added to the container, like `IPC_LOCK` for RDMA. A process gets them only as
+    root, so they need `run_as_user: 0`; most of them violate Pod Security `baseline`, and all but
+    one `restricted`. As another user, RDMA needs `LimitMEMLOCK=infinity` for the nodes' container
+    runtime instead."""
 
     host_network: types.Flag = False
     """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
@@ -267,6 +269,12 @@ class KubernetesProfile(SiteProfile):
         for key in ("host_network", "capabilities"):
             if given.get(key):
                 breaks(key, "restricted", "baseline")
+        if given.get("capabilities") and given.get("run_as_user") != 0:
+            problems.append(
+                "capabilities without run_as_user: 0: a process gets added capabilities only as "
+                "root; add run_as_user: 0, or leave capabilities out (RDMA works for other users "
+                "if the nodes' container runtime has LimitMEMLOCK=infinity)"
+            )
         if given.get("master") and (given.get("workload") or "PyTorchJob") != "PyTorchJob":
             problems.append(f"master is for a PyTorchJob; workload is {given['workload']!r}")
         gpu = given.get("gpu_resource") or "nvidia.com/gpu"

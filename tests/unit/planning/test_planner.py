@@ -218,14 +218,16 @@ def test_pods_get_what_was_asked_and_are_restarted_as_often_as_asked() -> None:
     ("facts", "note"),
     [
         ({"host_network": True}, "host_network: pods see and use every port of their node"),
-        ({"capabilities": ["IPC_LOCK"]}, "capabilities IPC_LOCK are kept"),
+        ({"capabilities": ["IPC_LOCK"], "run_as_user": 0}, "capabilities IPC_LOCK are added"),
         ({"run_as_user": 0}, "run_as_user 0: the container runs as root"),
         ({"read_only_root": False}, "read_only_root is off: the image's files can be changed"),
     ],
 )
 def test_what_loosens_the_security_of_pods_is_noted(facts: dict[str, Any], note: str) -> None:
     profile = site("kubernetes", runs_claim="runs", pod_security="privileged", **facts)
-    assert plan(job(), profile).notes == (f"profile 'a100' loosens the pods' security: {note}",)
+    noted = plan(job(), profile).notes
+    assert noted[0] == f"profile 'a100' loosens the pods' security: {note}"
+    assert len(noted) == len(facts)
 
 
 def test_shared_memory_without_a_limit_of_memory_is_noted() -> None:

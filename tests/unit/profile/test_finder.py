@@ -318,6 +318,28 @@ def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
     assert (moved.below("x"), moved.below(moved.runs_dir)) == ("/work/me/x", "/scratch")
 
 
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ("run_as_user: 0", "run_as_user 0 violates Pod Security 'restricted'"),
+        ("host_network: true\npod_security: baseline", "host_network violates Pod Security 'base"),
+        (
+            "capabilities: [IPC_LOCK]\nrun_as_user: 0\npod_security: baseline",
+            "capabilities violates Pod Security 'baseline'",
+        ),
+        (
+            "capabilities: [IPC_LOCK]\npod_security: privileged",
+            "capabilities without run_as_user: 0: a process gets added capabilities only as root",
+        ),
+        ("queue_priority: high", "queue_priority without a queue"),
+        ("gpu_resource: x/y\nresources: {x/y: 1}", "'x/y' is what gpus_per_node of a job asks for"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(site: Site, keys: str, problem: str) -> None:
+    path = write(site.user, "k", f"kind: kubernetes\n{keys}\n")
+    assert problem in refusal(path)
+
+
 @pytest.mark.parametrize("name", ["CAP_IPC_LOCK", "ipc_lock", "IPC-LOCK"])
 def test_capabilities_are_written_as_kubernetes_does(site: Site, name: str) -> None:
     path = write(site.user, "k", f"kind: kubernetes\ncapabilities: [{name}]\n")

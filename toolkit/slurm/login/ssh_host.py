@@ -197,7 +197,7 @@ class SshLoginNode(LoginNode):
     ) -> "subprocess.CompletedProcess[str]":
         """Submit a job, or return the recorded answer if it was submitted before.
 
-        bash reads secrets from its stdin: they appear on no command line and in no file.
+        bash reads secrets from its stdin: they appear on no command line and in none of our files.
         """
         file = f"submitted/{key}"
         script = _LOCKED + _SUBMIT
