@@ -199,15 +199,23 @@ def reads(model: nn.Module, answers: Mapping[int, Any] | None = None) -> Iterato
             handle.remove()
 
 
-def by_the_batch(whole: Sequence[Read], part: Sequence[Read]) -> list[int]:
-    """Return the positions of reads that may differ in a part: a few for each line."""
+def by_the_batch(whole: Sequence[Read], parts: Sequence[Sequence[Read]]) -> list[int]:
+    """Return the positions of reads that may differ in a part: a few for each line.
+
+    A value of one sample, like the largest, is the same in the part with that sample, so all parts
+    are compared.
+    """
     found: list[int] = []
     of_line: Counter[str] = Counter()
-    for place, (one, other) in enumerate(zip(whole, part, strict=False)):
-        if (one.module, one.line) != (other.module, other.line):
-            break  # another branch
-        if one.depends != other.depends and one.answers:
+    for place, one in enumerate(whole):
+        # A part that has taken another branch is left out from there on.
+        parts = [part for part in parts if part[place:] and _same_place(one, part[place])]
+        if one.answers and any(part[place].depends != one.depends for part in parts):
             of_line[one.line] += 1
             if of_line[one.line] <= READS_OF_A_LINE:
                 found.append(place)
     return found[:READS]
+
+
+def _same_place(one: Read, other: Read) -> bool:
+    return (one.module, one.line) == (other.module, other.line)

@@ -163,7 +163,7 @@ def _apart(
         text = f"{layer} gives other outputs for a sample with other samples beside it"
         return [Mixture(kind=LAYER, text=text)]
     asked = _Asked(task, model, samples, whole, tolerance)
-    if text := asked.branch_of_model(parts[0]):
+    if text := asked.branch_of_model(parts):
         return [Mixture(kind=LAYER, text=text)]
     total = parts[0].loss + parts[1].loss
     scale = max(one.loss.abs().item() for one in (whole, *parts))
@@ -173,7 +173,7 @@ def _apart(
         return not bool((a - b).abs() > 10 * tolerance * max(scale, 1e-6) * times)
 
     if near(whole.loss, total):
-        text = asked.branch_of_loss(parts[0])
+        text = asked.branch_of_loss(parts)
         return [Mixture(kind=LOSS, text=text)] if text else []
     numbers = (
         f"loss() gave {whole.loss.item():.6g} for {size} samples, and {parts[0].loss.item():.6g} "
@@ -200,37 +200,40 @@ class _Asked:
     whole: _Pass
     tolerance: float
 
-    def branch_of_model(self, part: _Pass) -> str:
+    def branch_of_model(self, parts: Sequence[_Pass]) -> str:
         """Describe the line of a forward() that branches on its batch; '' if none does."""
 
         def outputs(answers: Mapping[int, Any]) -> Sequence[Tensor]:
             return _run(self.task, self.model, self.samples, answers).outputs
 
         whole = self.whole
-        if read := self._branch(whole.reads, part.reads, outputs, whole.outputs):
+        if read := self._branch(
+            whole.reads, [part.reads for part in parts], outputs, whole.outputs
+        ):
             name = f"module {read.module!r}" if read.module else "the model"
             return self._text(f"the forward() of {name}", read)
         return self._mixed_alone() if whole.reads else ""
 
-    def branch_of_loss(self, part: _Pass) -> str:
+    def branch_of_loss(self, parts: Sequence[_Pass]) -> str:
         """Describe the line of loss() that branches on its batch; '' if none does."""
 
         def loss(answers: Mapping[int, Any]) -> Sequence[Tensor]:
             return [_run(self.task, self.model, self.samples, None, answers).loss]
 
         whole = self.whole
-        read = self._branch(whole.reads_of_loss, part.reads_of_loss, loss, [whole.loss])
+        of_parts = [part.reads_of_loss for part in parts]
+        read = self._branch(whole.reads_of_loss, of_parts, loss, [whole.loss])
         return self._text("loss()", read) if read else ""
 
     def _branch(
         self,
         whole: Sequence[Read],
-        part: Sequence[Read],
+        parts: Sequence[Sequence[Read]],
         result: Callable[[Mapping[int, Any]], Sequence[Tensor]],
         expected: Sequence[Tensor],
     ) -> Read | None:
         """Return a read that may differ in a part, and changes the result if it does."""
-        for place in by_the_batch(whole, part):
+        for place in by_the_batch(whole, parts):
             for answer in whole[place].answers:
                 # A failure, such as of an assertion, trains nothing else.
                 with suppress(Exception):

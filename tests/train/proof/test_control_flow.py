@@ -51,6 +51,8 @@ BY_THE_BATCH: dict[str, Callable[[Any, Tensor], Any]] = {
     "whether there is any": lambda _, hidden: (hidden > 99).sum() > 0,
     "close": lambda _, hidden: torch.allclose(hidden, hidden.clamp(-99, 99)),
     "equal": lambda _, hidden: hidden.equal(hidden.clamp(-99, 99)),
+    "the first sample": lambda _, hidden: hidden[0].sum() > 1e6,
+    "the last sample": lambda _, hidden: hidden[-1].sum().item() > 1e3,
 }
 
 
