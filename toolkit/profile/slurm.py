@@ -107,9 +107,9 @@ class SlurmProfile(SiteProfile):
     leak, source what defines `module`. A line that fails stops the job."""
 
     epilog: tuple[types.ShellLine, ...] = ()
-    """Lines of bash to run after the attempt, whether it has succeeded or failed: remove the job's
-    files from local disks. They cannot change the exit status. They do not run after the loss of
-    the node, or if a line before torchrun fails."""
+    """Lines of bash to run on the first node when the job ends, whether it has succeeded or failed:
+    remove the job's files from the local disk there. They cannot change the exit status. They do
+    not run after the loss of the node, or if a line before torchrun fails."""
 
     kill_wait_s: types.Duration = Field(
         default=30, alias="kill_wait", json_schema_extra={"default": "30s"}
@@ -132,8 +132,8 @@ class SlurmProfile(SiteProfile):
     """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in
     the script, `installed` with the toolkit in the venv or image, or the path of its file on a
     shared file system. It needs Python 3.6, in containers 3.8, with the module bz2. With `none`,
-    srun starts torchrun, and nothing restarts a failed job, finds hanging ranks, or writes why a
-    run has ended."""
+    srun starts torchrun, and nothing restarts a job whose ranks have failed (Slurm itself requeues
+    after the loss of a node), finds hanging ranks, or writes why a run has ended."""
 
     @property
     def host(self) -> str:

@@ -62,8 +62,8 @@ def _grace(stream: Stream) -> Iterator[Violation[View]]:
     "exit-status-unmapped",
     finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with torchrun as "
     "the first process",
-    reason="torchrun exits with status 1 for every failure of its workers: ExitCode never "
-    "restarts anything, and rules for other statuses never match (torch 2.13).",
+    reason="torchrun exits with status 1 for every failure of its workers (torch 2.13): ExitCode "
+    "restarts nothing, and rules for other statuses match only if torchrun itself is killed (137).",
     fix="let a shell around it turn outcomes into statuses, or restart OnFailure",
 )
 def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
@@ -79,7 +79,7 @@ def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
             container = codes.text("containerName")
             if container not in ("", launch.container.name) or codes.text("operator") != "In":
                 continue
-            if values and 1 not in values:
+            if values and not {1, 137}.intersection(values):
                 listed = ", ".join(map(str, values))
                 yield Violation(codes, f"torchrun never exits with {listed}")
 
