@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install image run quick test test-all tests/image tests/packages tests/frameworks test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry bench-supervisor chaos faults notebooks release clean
+.PHONY: help install image run quick test test-all tests/image tests/packages tests/frameworks tests/bytecode test-nightly test-fresh-machine test-cluster test-gpu fuzz property lint docs figures recording golden sandbox-up sandbox-down sandbox-status submit-slurm demo-k8s bench bench-train-loop bench-checkpoint bench-language bench-slurm bench-asking bench-kubernetes bench-executor bench-recovery bench-goodput bench-telemetry bench-supervisor chaos faults notebooks release clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -63,11 +63,11 @@ quick: lint  ## Check style and types, and run the tests that need no root, no i
 	  $(addprefix tests/unit/,job profile planning rendering supervisor lint) $(ARGS)
 
 test:  ## Install what the tests need and run those that each change must pass
-	@$(MAKE) --no-print-directory -j2 lint tests/image
+	@$(MAKE) --no-print-directory -j2 lint tests/image tests/bytecode
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
-	@$(MAKE) --no-print-directory -j2 lint tests/image
+	@$(MAKE) --no-print-directory -j2 lint tests/image tests/bytecode
 	@tests/peers.sh
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
@@ -80,6 +80,10 @@ tests/packages:
 
 tests/frameworks: install
 	@tests/frameworks.sh
+
+# Once, before each process of pytest would compile all tests.
+tests/bytecode: install
+	@$(BIN)/pytest --collect-only -q >/dev/null 2>&1 || true
 
 test-nightly: tests/image  ## Run the tests that take too long for each change
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m nightly -n 2 -o timeout=14400 $(ARGS)
