@@ -128,13 +128,15 @@ while True:
 """
 
 
-@pytest.mark.parametrize("place", ["here", pytest.param("slurm", marks=pytest.mark.slurm)])
+@pytest.mark.parametrize(
+    ("place", "requeue"), [("here", 0), pytest.param("slurm", 1, marks=pytest.mark.slurm)]
+)
 def test_an_exception_during_a_stop_is_named(
-    place: str, request: pytest.FixtureRequest, tmp_path: Path, until: Until
+    place: str, requeue: int, request: pytest.FixtureRequest, tmp_path: Path, until: Until
 ) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     content = {"name": "raises", "script": str(tmp_path / "raises.py"), "resources": {"nnodes": 2}}
-    raises = toolkit.JobSpec.model_validate({**content, "retries": {"requeue": 1}})
+    raises = toolkit.JobSpec.model_validate({**content, "retries": {"requeue": requeue}})
     if place == "here":
         here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
         run = toolkit.submit(raises, to=here)

@@ -51,10 +51,12 @@ _ONLY = {"inside.sh": "slurm", "watchdog/trainer_status.py": "kubernetes"}
 """Files for only one kind of site: containers on Slurm, TrainJobs."""
 
 _FEATURES = {
+    "elastic": ("elastic.py",),
     "log_pattern": ("watchdog/log_steps.py",),
     "warm": ("watchdog/rank_proxy.py", "watchdog/fork_server.py"),
+    "watchdog": ("watchdog/watchdog.py", "watchdog/stragglers.py", "watchdog/rank_watch.py"),
 }
-"""Files for few jobs, by the plan's property."""
+"""Files that not all jobs need, by the plan's property."""
 
 
 class Payload:
@@ -108,13 +110,14 @@ def archive(kind: str, features: Collection[str] = ()) -> bytes:
     wanted = {folder / "__init__.py", folder / "__main__.py", *folder.glob("*.sh")}
     wanted |= {path for path in folder.glob("watchdog/*") if path.suffix in (".py", ".sh")}
     wanted -= {folder / name for name, only in _ONLY.items() if only != kind}
-    left_out = [names for feature, names in _FEATURES.items() if feature not in features]
-    wanted -= {folder / name for names in left_out for name in names}
+    unneeded = [names for feature, names in _FEATURES.items() if feature not in features]
+    left_out = {folder / name for names in unneeded for name in names}
+    wanted -= left_out
     unread = [folder / "notify.py", folder / "supervised.py"]
     unread += [folder / f"{role}.py" for role in ROLES[kind]]
     while unread:
         path = unread.pop()
-        if path not in wanted:
+        if path not in wanted | left_out:
             wanted.add(path)
             unread += _imported(path)
     sources = {f"supervisor/{path.relative_to(folder)}": _bare(path) for path in sorted(wanted)}

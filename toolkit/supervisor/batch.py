@@ -14,9 +14,9 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from . import batch_opening, elastic
+from . import batch_opening
 from .attempt import Attempt, Refused, folder_of, with_number
 from .batch_evidence import BY_SIGNAL, NOT_REACHED, JobEvidence, Nodes
 from .batch_opening import Failed, NothingToDo, Start
@@ -43,6 +43,9 @@ from .policy import (
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
 from .supervised import Policy, lacks, preload_secrets
+
+if TYPE_CHECKING:
+    from .elastic import Members
 
 AGAIN = "queued again"
 STAYS = "started again on the same nodes"
@@ -157,10 +160,12 @@ def _join(options: Options, run_dir: str, slurm: Slurm, signals: Signals, say: "
         say.error(obstacle)
         return 1
     say(f"{slurm.node_list} joins attempt {number} at {endpoint}")
+    from .elastic import join
+
     argv = step_argv(
         options.command, attempt.logs, Meeting(endpoint, job, attempt.number), "--joins"
     )
-    return elastic.join(argv, step_environ(attempt), slurm, signals, attempt.logs)
+    return join(argv, step_environ(attempt), slurm, signals, attempt.logs)
 
 
 class Speaker:
@@ -287,7 +292,12 @@ class Batch(JobEvidence):
         self.idle = False
         """Whether the attempt made no step beyond earlier attempts, as far as is known."""
         self.asked: Optional[subprocess.Popen[bytes]] = None
-        self.joiners = elastic.Joiners(slurm, attempt, options.script, log.path)
+        self.members: Optional[Members] = None
+        """The nodes of an elastic job; only scripts of such jobs carry the module."""
+        if self.nodes.elastic:
+            from . import elastic
+
+            self.members = elastic.Members(slurm, attempt, options.script, log.path)
         self.has_limits = options.policy.limits.requeue > 0 or options.takes_turns
         signal.signal(signal.SIGTERM, self._note_term)
 
@@ -303,15 +313,15 @@ class Batch(JobEvidence):
         finally:
             if self.asked is not None and self.asked.poll() is None:
                 self.asked.kill()
-            if self.nodes.elastic:
-                elastic.cancel_joiners(self.slurm, self.attempt)
+            if self.members is not None:
+                self.members.cancel_joiners()
 
     def run(self) -> int:
         """Start srun, wait for it, and decide what follows."""
         if batch_opening.is_cancelled(self.start, self.attempt):
             self.stopping = "cancelled"
-        if self.nodes.elastic:
-            elastic.cancel_joiners(self.slurm, self.attempt)  # those of an attempt that was killed
+        if self.members is not None:
+            self.members.cancel_joiners()  # those of an attempt that was killed
         self._link_log()
         if self.start.after is None:
             self._ask_for_times()

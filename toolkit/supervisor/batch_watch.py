@@ -3,14 +3,14 @@
 import os
 from typing import TYPE_CHECKING, Optional
 
-from .elastic import LOOK_TICKS as JOIN_TICKS
 from .signs_of_life import SignsOfLife
 
 if TYPE_CHECKING:
     from .batch import Batch
 
-TICK_S, LOOK_TICKS = 1.0, 5
-"""The run directory is checked every second, the nodes' marks every five seconds."""
+TICK_S, LOOK_TICKS, JOIN_TICKS = 1.0, 5, 15
+"""The run directory is checked every second, the nodes' marks every five seconds, the number of an
+elastic job's nodes every fifteen."""
 
 HUNG_S = 10
 """How long srun may take to exit once all nodes have ended: srun waits without limit for a node
@@ -44,8 +44,11 @@ class Watch:
         self._kill_s: Optional[float] = None
         self._removed, self._removed_s = 0, 0.0
         self._failed_starts = self._look_until = 0
-        nodes, slurm = batch.nodes.names, batch.slurm
-        self._signs = SignsOfLife(batch.attempt.logs, nodes, slurm.slurmd_began_s)
+        logs, nodes, slurm = batch.attempt.logs, batch.nodes.names, batch.slurm
+        self._signs = SignsOfLife(logs, nodes, slurm.slurmd_began_s)
+        if batch.members is not None:
+            unreachable = batch.members.is_unreachable
+            self._signs = SignsOfLife(logs, nodes, slurm.slurmd_began_s, unreachable)
 
     def tick_in_s(self, now_s: float) -> float:
         """Return the time until the next look."""
@@ -64,9 +67,9 @@ class Watch:
             self._stop_for_good(now_s)
             return
         self._ticks += 1
-        if self.batch.nodes.elastic and self._ticks % JOIN_TICKS == 1:
-            batch = self.batch
-            batch.joiners.look(batch.endpoint(), batch.nodes.most, batch.say)
+        batch = self.batch
+        if batch.members is not None and self._ticks % JOIN_TICKS == 1:
+            batch.members.look(batch.endpoint(), batch.nodes.most, batch.say)
         if self._ticks % LOOK_TICKS == 0 and not self.look():
             self._kill_s = now_s + HUNG_S
 
@@ -97,7 +100,7 @@ class Watch:
         if len(ended) >= batch.nodes.most:
             return False
         batch.tell_stalls()
-        self._look_for_restarts(ended)
+        self._look_for_lost_nodes(ended)
         if not batch.nodes.elastic and marks.of("failed"):
             self._left -= 1
             if self._left % LOOKS_TO_END == 0 and marks.step():
@@ -116,20 +119,23 @@ class Watch:
             self.batch.signal_step()
         return self._late < MOST_STOPS * looks
 
-    def _look_for_restarts(self, ended: "list[str]") -> None:
+    def _look_for_lost_nodes(self, ended: "list[str]") -> None:
         batch = self.batch
-        number = self._signs.look(ended)
-        if number is None:
+        lost = self._signs.look(ended)
+        if lost is None:
             return
-        node = batch.nodes.names[number]
-        try:
-            with open(batch.attempt.path("restarted"), "a", encoding="utf-8") as file:
-                file.write(node + "\n")
-        except OSError:
-            pass
-        batch.attempt.note(f"ended-{number}", "1")  # because srun waits for this node
-        if batch.nodes.elastic:
-            batch.say(f"{node} has restarted; the others go on")
+        node = batch.nodes.names[lost.number]
+        if lost.restarted:
+            try:
+                with open(batch.attempt.path("restarted"), "a", encoding="utf-8") as file:
+                    file.write(node + "\n")
+            except OSError:
+                pass
+        batch.attempt.note(f"ended-{lost.number}", "1")  # because srun waits for this node
+        if batch.members is not None:
+            how = "has restarted" if lost.restarted else "does not answer"
+            batch.say(f"{node} {how}; the others go on")
+            batch.members.go_on_without(node, lost.silent_looks * LOOK_TICKS * TICK_S)
         elif not batch.told:
             batch.stop_step("node_restarted")
 

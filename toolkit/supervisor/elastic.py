@@ -3,24 +3,39 @@
 Slurm removes a lost node from a job permanently and adds none. So the supervisor submits a one-node
 job for each missing node: the same script, with the word `join`. Their job ids are in the file
 `joiners` in the attempt's folder.
+
+If a node disappears without a message (no power, no network), the ranks on the other nodes would
+wait for it until the timeout of their collective. So the supervisor kills a rank on the first node
+instead: torchrun then starts the ranks again, on the nodes that are left.
 """
 
+import contextlib
+import errno
+import json
 import os
 import signal
+import socket
 import subprocess
-from typing import Callable, List, Mapping, Optional, Sequence
+import time
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 from .attempt import Attempt, folder_of
 from .evidence.files import read
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
 
-LOOK_TICKS = 15
-"""Interval between two counts of the job's nodes, in seconds."""
+_CONNECT_S = 3.0
+"""How long a node may take to answer a connection: the kernel asks three times."""
+
+_HEARTBEAT_S = 10.0
+"""A node may live so long after its last heartbeat. Without it, the others meet 15 s later at the
+earliest: as soon as torchrun's rendezvous drops a node (torch 2.13)."""
+
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
-class Joiners:
-    """The jobs that join an attempt."""
+class Members:
+    """The nodes of an attempt, and the jobs that join it."""
 
     def __init__(self, slurm: Slurm, attempt: Attempt, script: str, log: str) -> None:
         self.slurm, self.attempt, self.script, self.log = slurm, attempt, script, log
@@ -58,14 +73,85 @@ class Joiners:
             *(str(self.attempt.number), endpoint, self.slurm.job_id),
         )
 
+    def cancel_joiners(self) -> None:
+        """Cancel the jobs that wait to join any attempt of the run or have joined it."""
+        job_ids: List[str] = []
+        for number in range(self.attempt.number + 1):
+            folder = folder_of(self.attempt.run_dir, number)
+            job_ids += read(os.path.join(folder, "joiners")).split()
+        if job_ids:
+            self.slurm.cancel(job_ids)
 
-def cancel_joiners(slurm: Slurm, attempt: Attempt) -> None:
-    """Cancel the jobs that wait to join any attempt of a run or have joined it."""
-    job_ids: List[str] = []
-    for number in range(attempt.number + 1):
-        job_ids += read(os.path.join(folder_of(attempt.run_dir, number), "joiners")).split()
-    if job_ids:
-        slurm.cancel(job_ids)
+    # ---- Lost nodes
+
+    def is_unreachable(self, node: str) -> bool:
+        """Whether a node accepts no connection and refuses none.
+
+        A node that is up answers on every port, also without slurmd.
+        """
+        try:
+            socket.create_connection(self.slurm.address_of(node), timeout=_CONNECT_S).close()
+        except socket.timeout:
+            return True
+        except OSError as error:
+            return error.errno in _UNREACHABLE
+        return False
+
+    def go_on_without(self, node: str, silent_s: float) -> None:
+        """Kill the oldest rank on this host, so that all ranks start again.
+
+        Ranks that began later than `_HEARTBEAT_S` after the node's last heartbeat have met without
+        it, and continue.
+        """
+        ranks = sorted(_ranks_here(self.slurm.job_id), key=lambda rank: rank.age_s, reverse=True)
+        if not ranks or ranks[0].age_s < silent_s - _HEARTBEAT_S:
+            return
+        with contextlib.suppress(OSError):
+            _explain(ranks[0].environ.get("TORCHELASTIC_ERROR_FILE", ""), node)
+        with contextlib.suppress(OSError):
+            os.kill(ranks[0].pid, signal.SIGKILL)
+
+
+class _Rank(NamedTuple):
+    """A rank on this host, or a process that a rank has started."""
+
+    pid: int
+    age_s: float
+    environ: Mapping[str, str]
+
+
+def _ranks_here(job_id: str) -> Iterator[_Rank]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        environ = _environ(name)
+        if environ.get("SLURM_JOB_ID") == job_id and {"RANK", "TORCHELASTIC_RUN_ID"} <= {*environ}:
+            yield _Rank(int(name), _age_s(name), environ)
+
+
+def _environ(pid: str) -> Dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = os.fsdecode(file.read()).split("\0")
+    except OSError:  # it has ended, or is another user's
+        return {}
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _age_s(pid: str) -> float:
+    """Return the age of a process; 0 if it has ended (proc(5), starttime)."""
+    fields = read(f"/proc/{pid}/stat", 4096).rpartition(")")[2].split()
+    up = read("/proc/uptime", 100).split()
+    if len(fields) < 20 or not up:
+        return 0.0
+    return float(up[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _explain(path: str, node: str) -> None:
+    """Write the rank's error file, from which torchrun takes the reason."""
+    if path:
+        extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
+        message = f"NodeLost: {node} is lost; the ranks start again without it"
+        with open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def join(

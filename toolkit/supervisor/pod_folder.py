@@ -125,15 +125,15 @@ class PodFolder(Evidence):
 
     def raised(self) -> Optional[Failure]:
         """Return the first error of the last start."""
-        return last_failure(self._starts(), self.logs) if self.compares else None
+        return last_failure(self._starts(), self.logs)
 
     def failed_before(self) -> Optional[Failure]:
         """Return the failure of this start if an earlier start of this pod failed alike."""
+        if not self.compares:
+            return None
         now = self.raised()
         if now is not None:
             self.write("first_error", now.line())
-        if not self.compares:
-            return None
         numbers = reversed(range(self.earlier_starts))
         earlier = (self.file(f"first_error-{number}") for number in numbers)
         twice = self.repetitions.in_job(all_ended=True)

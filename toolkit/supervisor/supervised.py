@@ -110,7 +110,7 @@ class Supervised(Evidence):
 
     def raised(self) -> Optional[Failure]:
         """Return the first error of the last start."""
-        self.error = last_failure(self.starts(), self.attempt.logs) if self.compares else None
+        self.error = last_failure(self.starts(), self.attempt.logs)
         return self.error
 
     def logs(self) -> Logs:
@@ -129,11 +129,11 @@ class Supervised(Evidence):
 
     def failed_before(self) -> Optional[Failure]:
         """Return the failure of this start if an earlier start, of any attempt, failed alike."""
+        if not self.compares:
+            return None
         now = self.raised()
         if now is not None:
             self.attempt.note("first_error", now.line())
-        if not self.compares:
-            return None
         self.twice = self.repetitions.in_job(all_ended=True)
         if self.twice is None and now is not None:
             numbers = range(self.attempt.number - 1, self.attempt.since - 1, -1)

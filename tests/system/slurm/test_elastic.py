@@ -72,6 +72,24 @@ def test_a_node_that_restarts_unnoticed_by_slurm_is_replaced_and_not_waited_for(
     until(lambda: not cluster.slurm("squeue", "-h"), "Slurm does not wait for its lost task")
 
 
+@pytest.mark.slow
+def test_a_node_that_is_gone_without_a_message_is_not_waited_for(
+    three: Cluster, site: Site, until: Until
+) -> None:
+    """Its connections stay open: the others would wait for --timeout-s."""
+    run = site.submit_long(*ELASTIC)
+    until(lambda: events(run, "checkpoint"), "three nodes train")
+    three("cut", "node3")
+    three("power-off", "node3")
+    until(lambda: "node3 does not answer; the others go on" in output(run), "it is told")
+    until(lambda: worlds(run)[-1] == 2, "two go on")
+    step = events(run, "checkpoint")[-1]["step"]
+    until(lambda: events(run, "checkpoint")[-1]["step"] != step, "two train on")
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    three("power-on", "node3")
+
+
 def test_a_killed_torchrun_starts_again_and_its_workers_do_not_outlive_it(
     cluster: Cluster, site: Site, until: Until
 ) -> None:

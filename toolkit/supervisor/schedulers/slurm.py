@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 LIMIT_S = 60.0
 """Time limit of a program: an unreachable controller answers late, or not at all."""
@@ -23,6 +23,9 @@ _DELAY = re.compile(r"\b(?:requeue_delay|cred_expire)=([0-9]+)")
 """Delays set by an administrator in SchedulerParameters and AuthInfo."""
 
 _KILL_WAIT = re.compile(r"^KillWait *= *([0-9]+)", re.MULTILINE)
+
+_SLURMD_PORT = 6818
+"""Slurm's default (slurm.conf(5), SlurmdPort). A host that is up refuses connections to others."""
 
 _OUT_OF_USE = ("down", "drain", "drng", "fail", "unk")
 """Prefixes of sinfo's short states of nodes that accept no jobs."""
@@ -255,12 +258,24 @@ class Slurm:
 
     def slurmd_began_s(self, node: str) -> Optional[float]:
         """Return the start time of a node's slurmd, in seconds since 1970; None if unknown."""
-        argv = ("scontrol", "-o", "show", "node", node)
-        text = self._ask(*argv, SLURM_TIME_FORMAT="standard").text
-        found = re.search(r"(?:^|\s)SlurmdStartTime=([0-9-]+T[0-9:]+)", text)
+        found = re.search(r"(?:^|\s)SlurmdStartTime=([0-9-]+T[0-9:]+)", self._show_node(node))
         try:
             return (
                 time.mktime(time.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S")) if found else None
             )
         except ValueError:
             return None
+
+    def address_of(self, node: str) -> Tuple[str, int]:
+        """Return the address and the port of a node's slurmd."""
+        text = self._show_node(node)
+        address = re.search(r"(?:^|\s)NodeAddr=(\S+)", text)
+        port = re.search(r"(?:^|\s)Port=(\d+)", text)
+        return (
+            address.group(1) if address else node,
+            int(port.group(1)) if port else _SLURMD_PORT,
+        )
+
+    def _show_node(self, node: str) -> str:
+        argv = ("scontrol", "-o", "show", "node", node)
+        return self._ask(*argv, SLURM_TIME_FORMAT="standard").text
