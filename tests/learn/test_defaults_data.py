@@ -53,7 +53,7 @@ FACTS: list[tuple[Callable[[], object], object, str, str]] = [
         lambda: callable(flex_attention.create_block_mask),
         True,
         "packing",
-        "`create_block_mask` skips empty blocks",
+        "skips the blocks that `create_block_mask` finds empty",
     ),
     (
         _load_refuses_objects,

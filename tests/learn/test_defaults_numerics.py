@@ -116,7 +116,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
     (
         lambda: _default(DistributedDataParallel.__init__, "gradient_as_bucket_view"),
         False,
-        {"learn/memory": "4 bytes per parameter, unless `gradient_as_bucket_view=True`"},
+        {"learn/memory": "as large as the gradients, unless `gradient_as_bucket_view=True`"},
     ),
     (
         lambda: (

@@ -155,7 +155,7 @@ CHAIN = click.option(
     type=click.IntRange(1, 1000),
     default=1,
     metavar="N",
-    help="Submit N jobs that take turns, each continuing where the one before ended (Slurm).",
+    help="A chain of N jobs, each continuing where the one before ended (Slurm).",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 TRUST = click.option(

@@ -27,10 +27,10 @@ class NodeRange(FrozenModel):
     """The fewest nodes that a job can run on, and the most that it uses."""
 
     min: types.PositiveInt
-    """With fewer, the run waits for another node, and is requeued after ten minutes."""
+    """With fewer, torchrun waits ten minutes for another node; then the attempt has failed."""
 
     max: types.PositiveInt
-    """The job starts with as many as are free; on Slurm, others join later."""
+    """The job starts with as many as are free; others join later."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -132,7 +132,7 @@ class Notify(FrozenModel):
     ] = ("end", "failure")
     """Which events: `end`, the run has ended, well or not; `failure`, an attempt has failed, also
     if another one follows; `requeue`, an attempt has ended and another one follows; `stall`, [the
-    ranks hang](../how-to/hangs.md)."""
+    ranks hang](../how-to/hangs.md). Pods that start again notify nobody."""
 
     webhook: types.Webhook | None = None
     """An address that takes the notification as JSON by POST, or `$NAME` if it is a secret: the

@@ -79,7 +79,8 @@ class Sweep(types.FrozenModel):
     with each of the others."""
 
     max_running: types.PositiveInt | None = None
-    """How many points may run at the same time; by default no limit."""
+    """How many points may run at the same time; by default no limit, on this machine as many as
+    fit."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:

@@ -133,7 +133,8 @@ class SlurmProfile(SiteProfile):
     the script, `installed` with the toolkit in the venv or image, or the path of its file on a
     shared file system. It needs Python 3.6, in containers 3.8, with the module bz2. With `none`,
     srun starts torchrun, and nothing restarts a job whose ranks have failed (Slurm itself requeues
-    after the loss of a node), finds hanging ranks, or writes why a run has ended."""
+    after the loss of a node, with `retries.requeue`), finds hanging ranks, or writes why a run has
+    ended."""
 
     @property
     def host(self) -> str:

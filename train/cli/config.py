@@ -65,27 +65,28 @@ class Config:
     steps: Count | None = None
     """Train until this many optimizer steps have been made in all."""
     epochs: Count | None = None
-    """Train until each sample has been seen this often (default: 10, unless --steps is given)."""
+    """Train for this many passes over the training data (default: 10, unless --steps is given)."""
     global_batch: Count = 64
     """Samples per optimizer step over all ranks together."""
     micro_batch: Count | None = None
-    """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share)."""
+    """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share; with
+    pp, a part of it)."""
     eval_batch: Count | None = None
     """Samples per forward pass of a rank in evaluations (default: as many as in training), and with
     predict (default: --micro-batch, or 64)."""
     seed: Natural = 0
-    """Fixes initial weights, order of the data and every random number."""
+    """Fixes initial weights, order of the data and random numbers of the training."""
     sampling: Literal["uniform", "balanced"] = "uniform"
     """`balanced` draws rare classes as often as frequent ones, with replacement."""
     workers: Natural = 0
-    """Processes that read ahead, for tasks with a torch Dataset."""
+    """Processes per rank that read ahead, for tasks with a torch Dataset."""
 
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
     lr: float = 0.005
     """Learning rate, at its highest."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Keep the learning rate, or let it fall to 0 until the last step."""
+    """Keep the learning rate, or let it fall towards 0 until the last step."""
     warmup_steps: Natural = 0
     """Steps in which the learning rate rises to --lr."""
     momentum: Annotated[float, AtLeast(0)] = 0.0
@@ -93,7 +94,7 @@ class Config:
     weight_decay: Annotated[float, AtLeast(0)] = 0.01
     """Decoupled weight decay of adamw; of sgd, the gradient of half the squared weights."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm over all parameters of all ranks."""
+    """Scale gradients down to this norm over all parameters."""
     dropout: Annotated[float, AtLeast(0)] | None = None
     """Probability for every dropout layer of the model (default: as the task made them)."""
 
@@ -153,7 +154,8 @@ class Config:
     run_dir: Path | None = None
     """Directory of checkpoints, events and outcome (default: $TRAIN_RUN_DIR)."""
     adopt: str | None = None
-    """The --task that the run in --run-dir names, if it is the same one at another path."""
+    """The --task that the run in --run-dir names, if it is the same one at another path; with
+    evaluate-only and predict, one with the same model."""
     checkpoint_every: Natural | Literal["auto"] = 100
     """Write a checkpoint each so many steps; 0: only when stopped and at the end; `auto`: as often
     as loses the least time, by the cost of a checkpoint and the failures of the run."""
@@ -176,7 +178,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on GPUs where this process sees some, one for each rank."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Backend of the collectives; `auto`: nccl if each rank has a GPU, else gloo."""
+    """Backend of the collectives; `auto`: nccl on GPUs, gloo on CPUs."""
     init_method: str = "env://"
     """Where ranks meet: `env://` (torchrun), `tcp://HOST:PORT` or `file:///NEW-FILE`."""
     spawn: Count | None = None
@@ -187,7 +189,8 @@ class Config:
     """Trace these steps, such as `10:13`, and print where the time goes."""
     verify: bool | None = None
     """Prove before the first step that one process would train the same, or refuse; --no-verify: do
-    not (default: at a first start, where it takes less than a minute and half of the memory)."""
+    not (default: at a start that is the first or trains in another way, where it takes less than a
+    minute and half of the memory)."""
     accept: str | None = None
     """Accepted differences from one process, such as `batch-norm,loss-mixes-samples`."""
     verify_only: bool = False
