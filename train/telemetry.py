@@ -5,6 +5,7 @@ is one: status, goodput, reports, hangs and trackers then work as for `train`. I
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -59,6 +60,9 @@ class Telemetry:
     def _write(self, name: str, **record: object) -> None:
         if self._folder:
             place = {"version": 1, "time": time.time(), **self._start, "step": self._step}
+            for key, value in record.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    record[key] = None  # JSON has no NaN and no infinity
             with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**place, **record}) + "\n")
+                file.write(json.dumps({**place, **record}, allow_nan=False) + "\n")
                 self._bytes = file.tell() if name == "metrics" else self._bytes

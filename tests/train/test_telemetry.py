@@ -93,6 +93,20 @@ def test_a_record_stands_for_the_steps_of_a_second_where_the_file_is_large(
     assert rows[0].keys() >= {"loss", "seconds"}
 
 
+def test_a_loss_that_json_cannot_hold_is_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAIN_RUN_DIR", str(tmp_path))
+    telemetry = Telemetry()
+    telemetry.ready()
+    telemetry.step(1, loss=float("nan"), accuracy=0.5)
+    telemetry.step(2, loss=float("-inf"))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [record["loss"] for record in records] == [None, None]
+    assert records[0]["accuracy"] == 0.5
+
+
 def test_an_evaluation_is_told_when_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,12 +168,10 @@ class SnapshotCache:
                 answers = self._load()  # another process may have queried meanwhile
                 if answers.asked >= oldest:
                     pass
-                elif patient and self._clock() < answers.busy_until:
-                    if answers.asked < max(changed, self._clock() - _OLDEST_S):
+                elif (patient and self._clock() < answers.busy_until) or not self._query(answers):
+                    if not patient or answers.asked < max(changed, self._clock() - _OLDEST_S):
                         raise self._busy(answers)
                     note = f"as of {_clock_time(answers.asked)}, {self._busy(answers)}"
-                else:
-                    self._query(answers)
         newest = self._newest
         if newest is None or (newest.asked, newest.note) != (answers.asked, note):
             newest = self._newest = Snapshot(
@@ -182,7 +180,8 @@ class SnapshotCache:
         self._fetch(newest.asked)
         return newest
 
-    def _query(self, answers: _Answers) -> None:
+    def _query(self, answers: _Answers) -> bool:
+        """Ask the controller; return whether it was not too busy to answer."""
         asked = self._clock()  # before the query: the answer may miss events during it
         try:
             rows = ask_mine(self._command)
@@ -193,10 +192,11 @@ class SnapshotCache:
             answers.pause = min(max(answers.pause * 2, first_s), longest_s)
             answers.busy, answers.busy_until = str(error), self._clock() + answers.pause
             self._save(answers)
-            raise self._busy(answers) from error
+            return False
         answers.asked, answers.rows = asked, rows
         answers.busy, answers.busy_until, answers.pause = "", 0.0, 0.0
         self._save(answers)
+        return True
 
     @staticmethod
     def _busy(answers: _Answers) -> LauncherError:

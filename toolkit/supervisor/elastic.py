@@ -103,7 +103,8 @@ class Members:
         Ranks that began later than `_HEARTBEAT_S` after the node's last heartbeat have met without
         it, and continue.
         """
-        ranks = sorted(_ranks_here(self.slurm.job_id), key=lambda rank: rank.age_s, reverse=True)
+        run_id = f"{self.slurm.job_id}-{self.attempt.number}"
+        ranks = sorted(_ranks_here(run_id), key=lambda rank: rank.age_s, reverse=True)
         if not ranks or ranks[0].age_s < silent_s - _HEARTBEAT_S:
             return
         with contextlib.suppress(OSError):
@@ -120,10 +121,11 @@ class _Rank(NamedTuple):
     environ: Mapping[str, str]
 
 
-def _ranks_here(job_id: str) -> Iterator[_Rank]:
+def _ranks_here(run_id: str) -> Iterator[_Rank]:
+    """Yield the processes of torchrun's run id, also those in containers."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         environ = _environ(name)
-        if environ.get("SLURM_JOB_ID") == job_id and {"RANK", "TORCHELASTIC_RUN_ID"} <= {*environ}:
+        if environ.get("TORCHELASTIC_RUN_ID") == run_id and "RANK" in environ:
             yield _Rank(int(name), _age_s(name), environ)
 
 

@@ -1,0 +1,124 @@
+"""A job with a variable number of nodes: the others do not wait for one that is gone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.conftest import Until
+from toolkit.supervisor import elastic
+from toolkit.supervisor.attempt import Attempt
+from toolkit.supervisor.elastic import Members
+from toolkit.supervisor.signs_of_life import SILENT_LOOKS, SignsOfLife
+
+SLEEPS = "import time; print(flush=True); time.sleep(600)"
+
+
+class Site:
+    """A Slurm whose nodes have an address of this machine."""
+
+    def __init__(self, job_id: str, address: tuple[str, int]) -> None:
+        self.job_id, self.address = job_id, address
+
+    def address_of(self, node: str) -> tuple[str, int]:
+        return self.address
+
+
+def members(folder: Path, address: tuple[str, int] = ("127.0.0.1", 1)) -> Members:
+    site = cast(Any, Site(f"test{os.getpid()}", address))
+    return Members(site, Attempt(str(folder), 0, 0), "script", "log")
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A rank of the job."""
+    environ = {
+        **os.environ,
+        "RANK": "0",
+        "TORCHELASTIC_RUN_ID": f"test{os.getpid()}-0",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }
+    argv = [sys.executable, "-S", "-c", SLEEPS]
+    started = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None and started.stdout.readline()
+    yield started
+    started.kill()
+    started.wait()
+    started.stdout.close()
+
+
+def test_a_rank_that_met_the_lost_node_is_killed_with_the_reason(
+    rank: "subprocess.Popen[str]", tmp_path: Path, until: Until
+) -> None:
+    ours = members(tmp_path)
+    until(lambda: elastic._age_s(str(rank.pid)) > 0.1, "the rank has an age")
+    ours.go_on_without("n2", silent_s=10)
+    assert rank.wait(60) == -signal.SIGKILL
+    error = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert error["message"] == "NodeLost: n2 is lost; the ranks start again without it"
+
+
+def test_ranks_that_have_met_without_the_lost_node_go_on(
+    rank: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    members(tmp_path).go_on_without("n2", silent_s=3600)
+    assert rank.poll() is None
+
+
+def test_ranks_of_another_attempt_go_on(rank: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    ours = members(tmp_path)
+    ours.attempt = Attempt(str(tmp_path), 1, 0)
+    ours.go_on_without("n2", silent_s=0)
+    assert rank.poll() is None
+
+
+def test_a_node_that_accepts_or_refuses_connections_is_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        assert not members(tmp_path, address).is_unreachable("n2")
+    assert not members(tmp_path, address).is_unreachable("n2")
+    assert not members(tmp_path, ("nowhere.invalid", 1)).is_unreachable("n2")
+
+
+def test_a_node_that_answers_nothing_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "_CONNECT_S", 0.2)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = server.getsockname()
+        # The kernel drops further connections to a full backlog: nobody answers them.
+        waiting = [socket.socket() for _ in range(8)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(address)
+        assert members(tmp_path, address).is_unreachable("n2")
+        for one in waiting:
+            one.close()
+
+
+def test_only_a_silent_node_is_connected_to(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def is_unreachable(node: str) -> bool:
+        asked.append(node)
+        return True
+
+    signs = SignsOfLife(str(tmp_path), ["n1", "n2"], lambda node: None, is_unreachable)
+    (tmp_path / "alive-1").write_text("100\n")
+    for look in range(SILENT_LOOKS - 1):
+        (tmp_path / "alive-0").write_text(f"{look}\n")
+        assert signs.look([]) is None
+    assert asked == []
+    lost = signs.look([])
+    assert lost is not None
+    assert (lost.number, lost.silent_looks, lost.restarted) == (1, SILENT_LOOKS, False)
+    assert asked == ["n2"]
