@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.api import ask_site
 from toolkit.errors import InputError, PlanError, Problem, ProfileError, in_one_line
 from toolkit.job.spec import JobSpec, load, read_job
 from toolkit.lint import check as lint
@@ -23,10 +22,11 @@ from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.planning.local import LocalPlan
 from toolkit.profile import KubernetesProfile, Profile, SlurmProfile, as_profile
 from toolkit.rendering import render
-from toolkit.runs.run import new_run_name
-from toolkit.slurm.commands import Command, run_command
 from toolkit.text.manifests import Manifest, View, is_manifest, read_manifests
 from toolkit.text.yaml_reader import Document, KeyPath, read_text
+
+if TYPE_CHECKING:
+    from toolkit.slurm.commands import Command
 
 _RULES = {
     rule.id: rule
@@ -79,7 +79,7 @@ def check(
     server: bool = False,
     schemas: str | Path | None = None,
     verify: bool = False,
-    command: Command = run_command,
+    command: "Command | None" = None,
     api_client: Any = None,
 ) -> list[Finding]:
     """Return all problems of a job, a script, or Kubernetes manifests.
@@ -96,7 +96,7 @@ def check(
         schemas: A folder with the CustomResourceDefinitions that apply to manifests.
         verify: Whether to start the ranks of a job that trains with `train` on the CPUs of this
             machine, and to compare its first steps with the steps of one process.
-        command: Runs Slurm's commands for a batch script.
+        command: Runs Slurm's commands for a batch script; by default as subprocesses.
         api_client: A `kubernetes.client.ApiClient`; without it, the kubeconfig or the pod's own
             cluster is used.
 
@@ -119,6 +119,8 @@ def check(
         return [finding(problem) for problem in problems]
     if content == "script":
         profiles = [as_profile(profile) for profile in to]
+        if server and command is None:
+            from toolkit.slurm.commands import run_command as command
         problems = _script_problems(path, profiles, command if server else None)
         return [finding(problem) for problem in problems]
     schema_set = read_schemas(Path(schemas)) if schemas is not None else None
@@ -137,6 +139,8 @@ def check(
                 rendered = read_manifests(text, f"rendered for {profile.name}")
                 problems = [*_server_problems(rendered.manifests, profile, api_client)]
             else:
+                from toolkit.api import ask_site
+
                 problems = ask_site(job, to=profile)
             findings += map(finding, problems)
     if verify and not findings:
@@ -232,6 +236,8 @@ def _job_findings(
                 problems = _refused_here(made, path)
                 findings += (finding(problem, document) for problem in problems)
             if isinstance(made, KubernetesPlan):
+                from toolkit.runs.run import new_run_name
+
                 plan(job, profile, run_name=new_run_name(job.name))  # runs have longer names
                 problems = _rendered_problems(_shortened(made), schemas)
                 findings += (finding(problem, document) for problem in problems)
@@ -391,7 +397,7 @@ def _server_problems(
 
 
 def _script_problems(
-    path: Path, profiles: Sequence[Profile], command: Command | None
+    path: Path, profiles: Sequence[Profile], command: "Command | None"
 ) -> list[Problem]:
     """Check a script; with a command also against the site: account, folders, sbatch's verdict."""
     text, site = read_text(path), Site()
