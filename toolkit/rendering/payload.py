@@ -11,7 +11,6 @@ import bz2
 import functools
 import hashlib
 import io
-import itertools
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -133,11 +132,10 @@ def archive(kind: str, features: Collection[str] = ()) -> bytes:
     return packed.getvalue()
 
 
-def _is_ours(content: bytes) -> bool:
+def _is_ours(content: bytes, files: Collection[str]) -> bool:
     """Whether the content is an archive of this toolkit version."""
-    needs = itertools.product((False, True), repeat=len(_FEATURES))
-    wanted = [list(itertools.compress(_FEATURES, each)) for each in needs]
-    return any(content == archive(kind, each) for each in wanted for kind in ROLES)
+    has = [name for name, (one, *_) in _FEATURES.items() if f"supervisor/{one}" in files]
+    return any(content == archive(kind, has) for kind in ROLES)
 
 
 def _imported(path: Path) -> Iterator[Path]:
@@ -242,4 +240,4 @@ def carried_supervisor(path: Path) -> Carried:
         sources = _sources(content)
     except (ValueError, zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
         raise InputError(f"{path}: the archive cannot be read: {error}") from None
-    return Carried(hashlib.sha256(content).hexdigest(), sources, _is_ours(content))
+    return Carried(hashlib.sha256(content).hexdigest(), sources, _is_ours(content, sources))
