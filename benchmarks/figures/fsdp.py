@@ -89,7 +89,7 @@ def table_of_held(data: Data) -> str:
         cells = " | ".join(f"{size:.2f}".rstrip("0").rstrip(".") for size in sums.values())
         divided = {0: "nothing", 2: "optimizer state", 3: "and gradients", 4: "and parameters"}
         lines.append(
-            f"| {stage} | {divided[len(SHARDED[stage])]} | {cells} | {7 * sums['8']:.0f} GB |"
+            f"| {stage} | {divided[len(SHARDED[stage])]} | {cells} | {7 * sums['8']:.3g} GB |"
         )
     return "\n".join(lines)
 
