@@ -67,7 +67,7 @@ def _no_epoch(script: TrainingScript) -> Iterator[Violation[int]]:
     "sampler-before-group",
     finds="a DistributedSampler created before the process group",
     reason="The sampler asks the default process group for the number of ranks: without a group "
-    "it raises an error, in some versions a confusing one.",
+    "it raises an error.",
     fix="call init_process_group first, or give num_replicas and rank",
 )
 def _before_group(script: TrainingScript) -> Iterator[Violation[int]]:
