@@ -7,15 +7,20 @@ torchrun and other programs are not affected.
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
 import sys
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 PIDS = "TRAIN_RANK_PIDS"
 """The variable with the pids of a rank and of its ancestors, the rank's first."""
+
+QUIET_S, LONGEST_S = 0.1, 2.0
+"""How long gloo's threads must be idle at the end of a rank, and how long they may take."""
 
 
 def ancestors_of(pid: int) -> list[int]:
@@ -63,8 +68,37 @@ def become_rank(ancestors: list[int]) -> None:
         return
     own = os.getpid()
     os.environ[PIDS] = " ".join(map(str, [own, *ancestors]))
+    if sys.version_info < (3, 14):
+        atexit.register(let_gloo_finish)
     if rank_children := sys.modules.get("rank_children"):
         rank_children.protect(own, ancestors)
+
+
+def let_gloo_finish() -> None:
+    """Wait until gloo's threads have released the tensors of the last collectives.
+
+    A thread takes Python's lock for that. At the shutdown of Python 3.13 and older, this would
+    abort the rank after all its work.
+    """
+    now = began = busy = time.monotonic()
+    while (states := states_of_threads("pt_gloo")) and now < min(busy + QUIET_S, began + LONGEST_S):
+        time.sleep(QUIET_S / 10)
+        now = time.monotonic()
+        busy = now if set(states) != {"S"} else busy
+
+
+def states_of_threads(name: str) -> list[str]:
+    """Return the states of this process's threads with a name (proc(5), stat)."""
+    states = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+                before, _, after = file.read().rpartition(")")
+        except OSError:  # it has ended
+            continue
+        if before.partition("(")[2].startswith(name):
+            states.append(after.split()[0])
+    return states
 
 
 def watch_rank() -> None:
