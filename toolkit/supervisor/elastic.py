@@ -17,10 +17,11 @@ import signal
 import socket
 import subprocess
 import time
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 from .attempt import Attempt, folder_of
 from .evidence.files import read
+from .evidence.memory import variables_of
 from .process import Signals, status_of
 from .schedulers.slurm import Slurm
 
@@ -124,18 +125,9 @@ class _Rank(NamedTuple):
 def _ranks_here(run_id: str) -> Iterator[_Rank]:
     """Yield the processes of torchrun's run id, also those in containers."""
     for name in filter(str.isdigit, os.listdir("/proc")):
-        environ = _environ(name)
+        environ = variables_of(int(name))
         if environ.get("TORCHELASTIC_RUN_ID") == run_id and "RANK" in environ:
             yield _Rank(int(name), _age_s(name), environ)
-
-
-def _environ(pid: str) -> Dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            pairs = os.fsdecode(file.read()).split("\0")
-    except OSError:  # it has ended, or is another user's
-        return {}
-    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _age_s(pid: str) -> float:

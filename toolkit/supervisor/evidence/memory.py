@@ -61,7 +61,7 @@ def ranks_below(pids: Iterable[int]) -> Iterator[Rank]:
     """Yield the ranks among the descendants of processes, as far as /proc is readable."""
     below = [*_children(pids)]
     for pid in below:
-        variables = _variables(pid)
+        variables = variables_of(pid)
         if variables.get("RANK"):
             restart = _number(variables.get("TORCHELASTIC_RESTART_COUNT", ""))
             yield Rank(_rank_of_proxy(pid, below) or pid, variables["RANK"], restart)
@@ -106,7 +106,8 @@ def _children(pids: Iterable[int]) -> Iterator[int]:
         waiting += below
 
 
-def _variables(pid: int) -> Dict[str, str]:
+def variables_of(pid: int) -> Dict[str, str]:
+    """Return the environment in which a process was started; empty if it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = os.fsdecode(file.read()).split("\0")
