@@ -228,9 +228,7 @@ class FunctionJob(core.Job[R]):
         path, base = self._call.result(rank), self._call.run_dir
         self._wait_for(path.exists)
         try:
-            # Unpickling can run any code, so other users must not be able to write these files.
-            for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
-                run_directory.require_own(part)
+            self._call.require_own(path)
             with untrusted.open_untrusted(path, below=base) as file:
                 return pickle.load(file)
         except (OSError, LauncherError) as error:

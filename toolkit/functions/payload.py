@@ -91,11 +91,26 @@ class SubmittedCall:
         return self.folder / "call.pkl"
 
     def parts(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return the function and its arguments."""
+        """Return the function and its arguments.
+
+        Raises:
+            LauncherError: others may have written them.
+        """
+        self.require_own(self.submitted)
         function, args, kwargs = pickle.loads(
             untrusted.read_bytes(self.submitted, limit=sys.maxsize)
         )
         return function, args, kwargs
+
+    def require_own(self, path: Path) -> None:
+        """Make sure that only this user can have written a file that is unpickled, which runs code.
+
+        Raises:
+            LauncherError: the file, or a folder of the run above it, can be written by others.
+        """
+        base = self.run_dir
+        for part in (path, *(above for above in path.parents if above.is_relative_to(base))):
+            run_directory.require_own(part)
 
     @property
     def attempt(self) -> int:

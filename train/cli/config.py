@@ -143,7 +143,7 @@ class Config:
     """Numbers that matrices are multiplied in; fp16 scales the loss."""
     tf32: Literal["auto", "on", "off"] = "auto"
     """Have GPUs round fp32 factors to 10 bits of mantissa; `auto`, as torch: only in cuDNN
-    (convolutions)."""
+    (convolutions, RNNs)."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     compile: bool = False
