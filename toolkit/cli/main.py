@@ -63,9 +63,9 @@ class _Commands(click.Group):
 def cli() -> None:
     """Run one PyTorch job file here, on Slurm, or on Kubernetes.
 
-    JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles or
-    k8s/profiles, or another file. RUN is a run's URI, name, or run directory; without it,
-    status, logs, report and goodput take the newest run.
+    JOB.yaml says what to run, a PROFILE where: `local`, `slurm`, `k8s`, a file in slurm/profiles,
+    k8s/profiles or your own profiles, or another file. RUN is a run's URI, name, or run directory;
+    without it, status, logs, report and goodput take the newest run.
     """
 
 

@@ -125,7 +125,7 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
 def top(last: int, job: str | None) -> None:
     """Show all active runs, a line each, and keep the display up to date until Ctrl-C.
 
-    All runs of a cluster take one query. Without a terminal, the lines are shown once.
+    All runs of a Slurm cluster take one query. Without a terminal, the lines are shown once.
     """
     from toolkit.cli import screen
 
@@ -137,7 +137,7 @@ def top(last: int, job: str | None) -> None:
 @TRUST
 @JSON
 def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
-    """Stop runs, with a checkpoint."""
+    """Stop runs, with time for a checkpoint."""
     # If one of them is unknown, none is cancelled.
     runs = [toolkit.open_run(name, trust=trust) for name in names]
     rows = []

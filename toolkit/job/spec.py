@@ -64,7 +64,8 @@ class Resources(FrozenModel):
     """Memory on each node, like `64GiB`; by default the site decides."""
 
     shm_bytes: types.Size | None = Field(default=None, alias="shm")
-    """Shared memory for data loaders; part of `memory`. By default, as much as memory allows."""
+    """Shared memory for data loaders, on Kubernetes and with podman; part of `memory`. By default,
+    as much as memory allows."""
 
     @property
     def min_nodes(self) -> int:
@@ -100,7 +101,7 @@ class Stop(FrozenModel):
 
 
 class Retries(FrozenModel):
-    """How often a failed run is retried, each time from the newest checkpoint."""
+    """How often a failed run is retried; the script must continue from its newest checkpoint."""
 
     in_job: types.NaturalInt = 0
     """Restarts of the workers by torchrun inside the running job, as after a killed rank."""
@@ -295,7 +296,8 @@ class JobSpec(FrozenModel):
     """The resources that the job needs."""
 
     time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
-    """How long the job may run, like `4h`; by default the site decides."""
+    """How long the job may run, like `4h`; by default Slurm decides, and elsewhere there is no
+    limit."""
 
     env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
@@ -322,7 +324,7 @@ class JobSpec(FrozenModel):
 
     log_pattern: types.LogPattern | None = None
     """A regular expression of Python that finds `(?P<step>…)` and other figures, like
-    `(?P<loss>…)`, in the output of rank 0: they are recorded as [the run's
+    `(?P<loss>…)`, in the output of rank 0 (see `log_rank`): they are recorded as [the run's
     steps](../reference/goodput.md#steps-from-the-output), if the script records none."""
 
     log_rank: Literal["first", "last"] | None = None

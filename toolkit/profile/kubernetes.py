@@ -180,8 +180,8 @@ class KubernetesProfile(SiteProfile):
 
     egress: tuple[Network, ...] = ()
     """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
-    addresses at which clouds hand out credentials (169.254.0.0/16) are always excluded, except a
-    node's DNS cache."""
+    addresses at which most clouds hand out credentials (169.254.0.0/16 and fd00:ec2::/32) are
+    always excluded, except a node's DNS cache."""
 
     service: types.SecretName | None = None
     """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
@@ -202,7 +202,7 @@ class KubernetesProfile(SiteProfile):
     lost_node_toleration_s: types.Duration = Field(
         default=5, alias="lost_node_toleration", json_schema_extra={"default": "5s"}
     )
-    """How long a pod stays on a node that is not ready or unreachable before another pod replaces
+    """How long a pod stays on a node that is not ready or unreachable before Kubernetes deletes
     it. Kubernetes waits 40 to 55 s before it marks a silent node so, and its own default here is
     five minutes."""
 
@@ -239,7 +239,8 @@ class KubernetesProfile(SiteProfile):
     """The Kubernetes Secret that holds the secrets for which a job gives no place."""
 
     ttl_s: types.Duration | None = Field(default=None, alias="ttl")
-    """How long a run stays in the cluster after its end, with its logs; by default forever."""
+    """How long a run stays in the cluster after its end, with its logs; by default until you delete
+    it."""
 
     supervisor: types.SupervisorPlace = "carried"
     """Where pods find the supervisor, their first process, which needs Python 3.8 in the image:

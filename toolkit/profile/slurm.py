@@ -107,9 +107,9 @@ class SlurmProfile(SiteProfile):
     leak, source what defines `module`. A line that fails stops the job."""
 
     epilog: tuple[types.ShellLine, ...] = ()
-    """Lines of bash to run on the first node when the job ends, whether it has succeeded or failed:
+    """Lines of bash to run on the first node when the script ends, with success or a failure:
     remove the job's files from the local disk there. They cannot change the exit status. They do
-    not run after the loss of the node, or if a line before torchrun fails."""
+    not run if the node is lost, if a line before torchrun fails, or if Slurm kills the script."""
 
     kill_wait_s: types.Duration = Field(
         default=30, alias="kill_wait", json_schema_extra={"default": "30s"}

@@ -166,8 +166,8 @@ def _metrics(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "torchrun-alone",
     finds="torchrun in several pods of a Job or JobSet without the address of a rendezvous",
-    reason="Job and JobSet do not configure torchrun: each pod trains alone, and writes the same "
-    "checkpoints.",
+    reason="Job and JobSet do not configure torchrun: each pod trains alone and writes the same "
+    "checkpoints, or waits for the others.",
     fix="give torchrun --nnodes, --rdzv-backend=c10d and --rdzv-endpoint=NAME-0.SUBDOMAIN:29500, "
     "or set PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT",
 )

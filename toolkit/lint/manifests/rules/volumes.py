@@ -47,7 +47,8 @@ def _image_name(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "image-tag",
     finds="the tag `latest`, or none, with imagePullPolicy: IfNotPresent",
-    reason="Each node keeps the first image pulled there: the pods of a job run different code.",
+    reason="Each node keeps the first image pulled there: the pods of a job may run different "
+    "code.",
     fix="name a version or a digest (@sha256:…)",
 )
 def _tags(stream: Stream) -> Iterator[Violation[View]]:

@@ -100,8 +100,8 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "directive-variable",
     finds="a shell variable in an `#SBATCH` line",
-    reason="No shell reads these lines. Slurm looks for a folder that is really called `$HOME`, "
-    "does not make it, and the job fails at its launch, without a log.",
+    reason="No shell reads these lines. In a path, `$HOME` is the name of a folder, which Slurm "
+    "does not make: the job fails at its launch, without a log.",
     fix="write the value out, or give the option to sbatch on its command line",
 )
 def _variable(script: BatchScript) -> Iterator[Violation[int]]:

@@ -308,7 +308,7 @@ def _seconds(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "slurm-in-container",
     finds="a command of Slurm inside a container",
-    reason="Images have neither Slurm's commands nor munge's key.",
+    reason="Most images have neither Slurm's commands nor munge's key.",
     fix="run it in the batch script, and hand the answer in by a variable",
 )
 def _in_container(script: BatchScript) -> Iterator[Violation[int]]:
