@@ -135,7 +135,8 @@ class Watch:
         if batch.members is not None:
             how = "has restarted" if lost.restarted else "does not answer"
             batch.say(f"{node} {how}; the others go on")
-            batch.members.go_on_without(node, lost.silent_looks * LOOK_TICKS * TICK_S)
+            if not batch.told:  # ranks that stop may be writing their checkpoint
+                batch.members.go_on_without(node, lost.silent_looks * LOOK_TICKS * TICK_S)
         elif not batch.told:
             batch.stop_step("node_restarted")
 

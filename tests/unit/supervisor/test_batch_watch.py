@@ -132,6 +132,41 @@ def test_a_node_that_has_restarted_within_slurmdtimeout_is_noticed(
     assert running.job.reason == "node_failure: n2 has restarted; queued again"
 
 
+class Gone:
+    """The nodes of an elastic job, of which one does not answer."""
+
+    def __init__(self) -> None:
+        self.without: list[tuple[str, float]] = []
+
+    def is_unreachable(self, node: str) -> bool:
+        return node == "n2"
+
+    def look(self, *_: object) -> None:
+        """Count no nodes."""
+
+    def go_on_without(self, node: str, silent_s: float) -> None:
+        self.without.append((node, silent_s))
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_ranks_do_not_wait_for_a_node_that_is_gone_unless_they_stop(
+    running: Running, stopping: bool
+) -> None:
+    """Ranks that stop may be writing their checkpoint."""
+    gone = Gone()
+    running.batch.members = cast(Any, gone)
+    running.watch = Watch(running.batch)
+    for number in (0, 1):
+        (running.folder / f"alive-{number}").write_text("1795867100\n")
+    if stopping:
+        running.batch.stop_step("cancelled")
+    running.looks(6)
+    assert gone.without == ([] if stopping else [("n2", 30.0)])
+    assert (running.folder / "ended-1").exists()
+    running.looks(6)
+    assert len(gone.without) == (not stopping), "once"
+
+
 @pytest.mark.parametrize("answer", ["", "Unknown", "2026-11-28"])
 def test_a_node_of_which_slurm_knows_nothing_has_not_restarted(
     running: Running, answer: str
