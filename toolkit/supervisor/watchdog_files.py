@@ -31,7 +31,7 @@ def write_watchdog(
         tells_trainer: Whether the watchdog reports progress to Kubeflow Trainer.
     """
     os.makedirs(os.path.join(folder, "site"), exist_ok=True)
-    names = ["start.sh", f"site/{_SITE}"]
+    names = ["start.sh", f"site/{_SITE}", "site/quick_imports.py"]
     if watches:
         names += [*_PROGRAMS, "site/rank_watch.py"]
         names += ["log_steps.py"] if reads_steps else []

@@ -40,6 +40,9 @@ def ancestors_of(pid: int) -> list[int]:
 def prepare() -> None:
     """Prepare this process if it is a rank, a rank's child process, or may fork ranks."""
     environ = os.environ
+    import quick_imports
+
+    quick_imports.start()
     if os.path.exists(os.path.join(HERE, "rank_children.py")):
         import rank_children
     if PIDS in environ:
