@@ -187,7 +187,8 @@ def pumped(tree: Any, size: int) -> Iterator[str]:
         begin = text.partition(part)[0]
         for end in ("", "\x00", "\n\x00"):
             yield part * times + end
-            yield begin + part * times + end
+            if begin:
+                yield begin + part * times + end
 
 
 def steps(tree: Any, text: str, how: str) -> int:
@@ -237,7 +238,8 @@ def _patterns_of(path: Path) -> Iterator[tuple[str, str, str]]:
                 text = compiled.pattern
                 text = text.decode("latin-1") if isinstance(text, bytes) else text
                 used = set(re.findall(rf"\b{name}\.(\w+)", source)) & METHODS
-                for how in sorted(used or {"match"}):
+                hows = {how if how in ANCHORED else "search" for how in used or {"match"}}
+                for how in sorted(hows):
                     yield name, text, how
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
             pattern = node.args[0]
