@@ -23,8 +23,8 @@ EXAMPLES = Path(__file__).parents[1] / "data/reference"
 INTRODUCTION = (
     "What a key changes is shown by its example: the lines of the batch script and of the "
     "Kubernetes manifest that are there because of it (`…` stands for a checksum or for more "
-    "lines). A key without such lines changes no text: the toolkit itself uses it. Written by "
-    "`make golden`, from the docstrings and from rendered examples."
+    "lines). A key without such lines is for the toolkit itself, or changes the text as a whole. "
+    "Written by `make golden`, from the docstrings and from rendered examples."
 )
 
 LINES = 6

@@ -22,7 +22,7 @@ def write_site(folder: Path) -> Path:
     """Write what the scripts write for ranks, and a sitecustomize of the user's beside it."""
     for name in ("site", "theirs", "exchange"):
         (folder / name).mkdir()
-    for name in ("sitecustomize.py", "rank_watch.py", "rank_children.py"):
+    for name in ("sitecustomize.py", "quick_imports.py", "rank_watch.py", "rank_children.py"):
         (folder / "site" / name).write_text((FOLDER / name).read_text())
     (folder / "theirs/sitecustomize.py").write_text("LOADED = 'theirs'\n")
     return folder

@@ -408,15 +408,17 @@ def test_an_endpoint_that_is_none_is_not_reached(words: list[str]) -> None:
 
 # ---- What ranks start with
 
+SITE = ("site", "sitecustomize.py", "quick_imports.py", "start.sh")
+
 
 @pytest.mark.parametrize(
     ("options", "files"),
     [
-        (["--protect-children"], {"rank_children.py", "sitecustomize.py", "start.sh", "site"}),
+        (["--protect-children"], {*SITE, "rank_children.py"}),
         (
             ["--env=TRAIN_LOG_PATTERN=x", "--stall=learned"],
             {
-                *("rank_watch.py", "sitecustomize.py", "start.sh", "site"),
+                *(*SITE, "rank_watch.py"),
                 *("watchdog.py", "stragglers.py", "log_steps.py"),
             },
         ),

@@ -1,8 +1,8 @@
 """Large packages are imported without Python's garbage collector.
 
 An import creates many objects and hardly any garbage, yet the collector visits all objects again
-and again: a third of the processor time until a rank has torch and its DDP. The collector is back
-on as soon as the import ends; the script's own modules are imported as always.
+and again: for a seventh of the CPU time until a rank has torch and its DDP. The collector is on
+again as soon as the import ends; the script's own modules are imported as always.
 """
 
 from __future__ import annotations

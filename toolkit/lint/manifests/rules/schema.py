@@ -428,7 +428,7 @@ _form_rule(
 )
 _form_rule(
     "field-type",
-    finds="a value of the wrong type: a number for a string, yes for true",
+    finds="a value of the wrong type: a number or yes for a string",
     reason="The server refuses it: in YAML, numbers and yes, no, on, off are not strings.",
     fix="write it as the API wants it",
 )

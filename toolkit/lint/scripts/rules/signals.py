@@ -67,8 +67,8 @@ def _unhandled(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "signal-orphans",
     finds="`--signal=USR1@…` without `B:` for a step of torchruns",
-    reason="Every process of the step gets the signal: it ends torchrun, and workers that handle "
-    "it live on without torchrun.",
+    reason="torchrun gets the signal and ends. Its workers die with the step, or live on without "
+    "torchrun if they handle the signal (without proctrack/cgroup, they get it too).",
     fix="write --signal=B:USR1@SECONDS with a trap, or give torchrun --signals-to-handle with USR1",
 )
 def _orphans(script: BatchScript) -> Iterator[Violation[int]]:
@@ -83,7 +83,7 @@ def _orphans(script: BatchScript) -> Iterator[Violation[int]]:
     if signal not in _TORCHRUNS | handled:
         yield Violation(
             line,
-            f"without B: every torchrun gets {signal} and ends, and its workers live on",
+            f"without B: every torchrun gets {signal} and ends, and its workers save nothing",
             fix=f"write --signal=B:{signal}@SECONDS and a trap that passes it on, or give torchrun "
             f"--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIG{signal}",
         )
