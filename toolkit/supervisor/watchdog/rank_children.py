@@ -1,9 +1,9 @@
 """Keeps the child processes of a rank alive until the rank has ended, during a stop of the run.
 
-torchrun forwards a signal to a rank's process group, and slurmstepd sends it to every process of
-a step. So a stop would also end DataLoader workers; torch would then raise an error in the rank,
-and the rank would die before its handler has written a checkpoint. The process that collects a
-tracker's metrics would end before sending the last ones.
+torchrun forwards a signal to a rank's process group, and slurmstepd, without proctrack/cgroup,
+sends it to every process of a step. So a stop would also end DataLoader workers; torch would then
+raise an error in the rank, and the rank would die before its handler has written a checkpoint. The
+process that collects a tracker's metrics would end before sending the last ones.
 
 In every Python child process, however started, the stop signals are blocked and a thread waits for
 them. The thread holds a signal from an ancestor of the rank until the rank has ended. Any other

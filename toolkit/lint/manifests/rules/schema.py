@@ -368,7 +368,7 @@ def is_known(manifest: Manifest, schemas: Schemas | None = None) -> bool:
 @MANIFESTS.rule(
     "api-version",
     finds="a kind in an API version that is not served",
-    reason='The server answers "no matches for kind".',
+    reason='kubectl reports "no matches for kind".',
     fix="write the version that the cluster serves: kubectl api-resources",
 )
 def _versions(stream: Stream) -> Iterator[Violation[View]]:
