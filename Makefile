@@ -63,16 +63,16 @@ quick: lint  ## Check style and types, and run the tests that need no root, no i
 	  $(addprefix tests/unit/,job profile planning rendering supervisor lint) $(ARGS)
 
 test:  ## Install what the tests need and run those that each change must pass
-	@$(MAKE) --no-print-directory -j2 lint tests/image tests/bytecode
+	@$(MAKE) --no-print-directory -j4 tests/image tests/frameworks tests/bytecode lint
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-all:  ## Run all tests: also the slow ones (chaos, versions of Slurm, images)
-	@$(MAKE) --no-print-directory -j2 lint tests/image tests/bytecode
+	@$(MAKE) --no-print-directory -j4 tests/image tests/frameworks tests/bytecode lint
 	@tests/peers.sh
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest --hypothesis-profile=search -m "not nightly" -n 3 --dist worksteal $(ARGS)
 
 # Before the tests: they would all wait for it, and leave it no processor.
-tests/image: install tests/packages tests/frameworks
+tests/image: install tests/packages
 	@$(BIN)/python train/build-image >/dev/null 2>&1 || echo "the image of train/ could not be built; its tests will say why" >&2
 
 tests/packages:

@@ -22,7 +22,7 @@ def job(context: str, steps: int = 1_000_000, **more: Any) -> toolkit.JobSpec:
             "name": "loaded",
             "script": str(SCRIPT),
             "args": [context, str(steps)],
-            "resources": {"nnodes": 2},
+            "resources": {"nproc_per_node": 2},
             "env": {"OMP_NUM_THREADS": "1"},
             "stop": {"grace": "60s"},
             **more,
@@ -96,6 +96,7 @@ def test_a_job_of_slurm_that_is_stopped_has_its_checkpoint(
     # The warning comes stop.grace + 30 s before the end, so at the next look of Slurm (30 s).
     timed = {"stop": {"grace": "3m"}, "time_limit": "10m"}
     more: dict[str, Any] = timed if how == "time limit" else {}
+    more["resources"] = {"nnodes": 2}
     loaded = job("fork", retries=retries, start=start, **more)
     run = site.launcher.submit(toolkit.plan(loaded, site.profile))
     until(lambda: is_training(run), "both ranks train")
@@ -274,7 +275,7 @@ FRAMEWORK_PAGES = {
 }
 
 
-def job_of(page: str, folder: Path, start: str = "cold") -> toolkit.JobSpec:
+def job_of(page: str, folder: Path, start: str = "cold", **more: Any) -> toolkit.JobSpec:
     """Return a job that runs the script of a page for as long as it is let."""
     script = recipe(page)
     if page == "own-script":
@@ -290,7 +291,7 @@ def job_of(page: str, folder: Path, start: str = "cold") -> toolkit.JobSpec:
     content = {"name": "page", "script": str(folder / "train.py"), "resources": {"nnodes": 2}}
     content["start"] = start
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FRAMEWORKS), "ACCELERATE_USE_CPU": "true"}
-    more = {"env": env, "stop": {"grace": "60s"}, "retries": {"in_job": 1, "requeue": 1}}
+    content |= {"env": env, "stop": {"grace": "60s"}, "retries": {"in_job": 1, "requeue": 1}}
     return toolkit.JobSpec.model_validate({**content, **more})
 
 
@@ -314,7 +315,8 @@ def test_the_script_of_a_page_saves_when_it_is_stopped(
     page: str, start: str, tmp_path: Path, until: Until
 ) -> None:
     here = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
-    run = toolkit.submit(job_of(page, tmp_path, start), to=here)
+    two_ranks = {"nproc_per_node": 2}
+    run = toolkit.submit(job_of(page, tmp_path, start, resources=two_ranks), to=here)
     folder = Path(str(run.run_dir))
     until(lambda: all((folder / f"trains-{n}-0").exists() for n in (0, 1)), "both ranks train")
     run.cancel()

@@ -33,7 +33,7 @@ def opened(place: str, cluster: Cluster, folder: Path) -> Iterator[Arena]:
 @pytest.mark.parametrize(
     ("place", "seed"),
     [
-        ("slurm", 2),
+        ("slurm", 105),
         pytest.param("pods", 2, marks=pytest.mark.slow),
         pytest.param("local", 6, marks=pytest.mark.slow),
     ],
