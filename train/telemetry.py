@@ -27,6 +27,8 @@ class Telemetry:
         began = None if restart else environ.get("TRAIN_ATTEMPT_BEGAN")
         self._began = min(float(began or self._mark), self._mark)
         self._phases = {"start": self._mark - self._began}
+        for name in ("events", "metrics"):
+            self._end_torn_line(name)
         self._write("events", event="start", world_size=int(environ.get("WORLD_SIZE", 1)))
 
     def ready(self) -> None:
@@ -56,6 +58,15 @@ class Telemetry:
         yield
         self._write("events", event=end, **{took: time.time() - began})
         self._mark = time.time()
+
+    def _end_torn_line(self, name: str) -> None:
+        """End the last line of a file, which a kill may have cut off."""
+        path = self._folder and self._folder / f"{name}.jsonl"
+        if path and path.exists():
+            with path.open("ab+") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+                if file.read(1) not in (b"", b"\n"):
+                    file.write(b"\n")
 
     def _write(self, name: str, **record: object) -> None:
         if self._folder:

@@ -119,3 +119,15 @@ def test_an_evaluation_is_told_when_it_begins(
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
         assert [event["event"] for event in events] == ["start", "evaluation"]
         assert (events[1]["step"], events[1]["attempt"]) == (7, 2)
+
+
+def test_a_line_that_a_kill_has_cut_off_costs_no_record_of_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAIN_RUN_DIR", str(tmp_path))
+    for name in ("events", "metrics"):
+        (tmp_path / f"{name}.jsonl").write_text('{"version": 1, "st')
+    Telemetry().step(1, loss=0.5)
+    for name in ("events", "metrics"):
+        torn, whole = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        assert torn.endswith('"st') and json.loads(whole)["version"] == 1

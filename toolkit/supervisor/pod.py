@@ -441,7 +441,9 @@ class PodStart(PodFolder):
     def _conclude(self) -> NoReturn:
         status = self.children.status
         self._tell_stalls()
-        if status == 0 and not self.stopping:
+        self.outcome = read_outcome(self.run_dir) if self.outcome_is_current() else None
+        is_done = not self.outcome or self.outcome.status in ("", "running", "done")
+        if status == 0 and is_done and not self.stopping:
             self.write("ended", "")
             self.touch_shared("done")
             text = after_restarts(self.run_dir, self.number, self.torchrun_logs())
@@ -453,8 +455,7 @@ class PodStart(PodFolder):
             self.touch_shared("no_progress")  # for pods with ranks that only lost this worker
         # A stopped pod has not finished all steps, even if torchrun exits with 0.
         self.status = status or 1
-        if self.outcome_is_current():
-            self.outcome = read_outcome(self.run_dir)
+        if self.outcome:
             self.append("steps", self.outcome.step)
         verdict = judge(self)
         if self.was_deserted:

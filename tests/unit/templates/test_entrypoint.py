@@ -110,6 +110,8 @@ class Pod:
         ("exit 0", DONE, 0),
         ("say running; exit 0", DONE, 0),
         ("say done; exit 1", DONE, 0),
+        ("say fatal; exit 0", FINAL, 0),
+        ("say preempted; exit 0", AGAIN, 0),
         ("say fatal; exit 1", FINAL, 0),
         ("say retryable; exit 1", AGAIN, 1),
         ("say running; exit 1", AGAIN, 1),
