@@ -81,12 +81,12 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
     (
         _asks_the_mesh,
         True,
-        {"learn/numerics": "`GradScaler` asks all ranks of a DTensor's mesh"},
+        {"learn/numerics": "`GradScaler` asks all ranks along the sharded dimensions"},
     ),
     (
         _cast_by_policy,
         (True, None, None),
-        {"learn/numerics": "`cast_forward_inputs` (on by default) also rounds inputs"},
+        {"learn/numerics": "`cast_forward_inputs` (on by default) also rounds floating-point"},
     ),
     (
         lambda: _default(AdamW.__init__, "betas"),

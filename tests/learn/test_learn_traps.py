@@ -110,7 +110,7 @@ def test_lines_are_found_as_they_stand(block: str, stands: bool) -> None:
 
 
 def test_the_index_has_so_many_traps_as_it_says() -> None:
-    (count,) = re.findall(r"index of (\d+) of them", INDEX.text)
+    (count,) = re.findall(r"index of (\d+) mistakes", INDEX.text)
     assert len(TRAPS) == int(count) >= 28
 
 

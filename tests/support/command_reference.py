@@ -13,12 +13,15 @@ EXIT_STATUSES = {
         "done; the runs that were waited for have succeeded, or `check` has found nothing"
     ),
     exit_status.FAILED: (
-        "a run has failed, a check has found something, or the scheduler refused or did not answer"
+        "a run has not succeeded, a check has found something, `supervisor` shows one of another "
+        "version, or the scheduler refused or did not answer"
     ),
     exit_status.UNUSABLE: (
         "a file, an option or the name of a run cannot be used; every error in a file is shown"
     ),
-    exit_status.INTERRUPTED: "Ctrl-C: `run` has stopped its run; a run that is followed continues",
+    exit_status.INTERRUPTED: (
+        "Ctrl-C: `run` has stopped its run; a run that is followed continues (`top` ends with 0)"
+    ),
 }
 
 

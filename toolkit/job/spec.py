@@ -290,7 +290,7 @@ class JobSpec(FrozenModel):
 
     workdir: types.AbsolutePath | None = None
     """The working directory of the workers; by default the image's, or the submit folder without
-    containers."""
+    containers and with apptainer."""
 
     resources: Resources = Field(default_factory=Resources.model_construct)
     """The resources that the job needs."""

@@ -80,7 +80,7 @@ class Sweep(types.FrozenModel):
 
     max_running: types.PositiveInt | None = None
     """How many points may run at the same time; by default no limit, on this machine as many as
-    fit."""
+    fit. On Kubernetes the quota of the queue decides instead."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:

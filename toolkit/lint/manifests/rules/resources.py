@@ -111,7 +111,7 @@ def _shm(container: Container) -> View | None:
     "shm-missing",
     finds="several workers in a pod with the default shared memory",
     reason="/dev/shm holds 64 MiB in a container. NCCL and data loaders (num_workers) share "
-    "memory there, and die with a bus error.",
+    "memory there: when it is full, NCCL fails, and the workers of a loader die with a bus error.",
     fix="mount an emptyDir of medium: Memory at /dev/shm",
 )
 def _missing(stream: Stream) -> Iterator[Violation[View]]:

@@ -117,8 +117,8 @@ def _variable(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "container-on-sbatch",
     finds="a pyxis option in an `#SBATCH` line",
-    reason="sbatch does not know it, or starts the batch script itself in the container, which "
-    "has no srun.",
+    reason="sbatch does not know it, or starts the batch script itself in the container, where "
+    "most images have no srun.",
     fix="give it to srun",
 )
 def _pyxis(script: BatchScript) -> Iterator[Violation[int]]:

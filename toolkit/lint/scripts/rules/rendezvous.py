@@ -322,7 +322,7 @@ def _world_size(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "nodes-in-one-element",
     finds='a list of nodes in quotes, put into an array: nodes=("$list")',
-    reason="Quotes keep it one element, with a line break after each name: the first element is "
+    reason="Quotes keep it one element, with line breaks between the names: the first element is "
     "all nodes, and no address.",
     fix="leave the quotes out, or read it: mapfile -t nodes < <(scontrol show hostnames "
     '"$SLURM_JOB_NODELIST")',

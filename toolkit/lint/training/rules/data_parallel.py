@@ -14,7 +14,7 @@ _BATCH_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", 
 @TRAINING.rule(
     "ddp-not-assigned",
     finds="a wrapped model that is discarded",
-    reason="DistributedDataParallel exchanges gradients in the forward pass of the returned "
+    reason="DistributedDataParallel exchanges gradients only after a forward pass of the returned "
     "module. The original model still trains, separately on each rank, and no error is raised.",
     fix="assign it and call the result: model = DistributedDataParallel(model)",
 )

@@ -42,7 +42,7 @@ def _clears(script: TrainingScript) -> list[ast.AST]:
     "zero-grad-missing",
     finds="optimizer steps without clearing the gradients",
     reason="backward() adds to the existing gradients: each step uses the sum over all steps "
-    "before.",
+    "so far.",
     fix="call optimizer.zero_grad() before backward(), or after optimizer.step()",
 )
 def _never_cleared(script: TrainingScript) -> Iterator[Violation[int]]:

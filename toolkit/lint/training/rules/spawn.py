@@ -30,7 +30,7 @@ def _handed_over(script: TrainingScript) -> Iterator[tuple[Called, ast.expr]]:
     "spawned-loader",
     finds="a DataLoader passed to child processes",
     reason="Each process gets a copy, with the data set and the one sampler in it: all ranks "
-    "draw the same samples, and the data are sent through a pipe once per rank.",
+    "draw the same samples.",
     fix="make data set, sampler and loader in the process, after init_process_group",
 )
 def _loader(script: TrainingScript) -> Iterator[Violation[int]]:
