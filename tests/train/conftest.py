@@ -29,6 +29,14 @@ UNHURRIED = "100"
 Record = dict[str, Any]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Compute in one thread, as ranks do: with more, processes wait for each other's threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs more GPUs than there are: none of it can run, in CI least of all."""
     there = shared_gpu.ranks_at_most()
