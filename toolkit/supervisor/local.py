@@ -240,6 +240,7 @@ class LocalAttempt(Supervised):
             ],
             lines=[line for path in files for line in last_lines(path)],
             few_gpus=few_gpus(self.options.command, os.environ, self.options.devices[0]),
+            one_machine=True,
         )
 
     def exited_with(self, status: int) -> bool:

@@ -137,6 +137,12 @@ LOCAL: dict[str, tuple[str, dict[str, Any], str]] = {
         "failed: rank 1 on node-0: exit status 1: no data in /data",
     ),
     "a lost peer": (LOSES_A_PEER, {}, "failed: rank 1 on node-0: killed by SIGKILL"),
+    "a peer of this machine": (
+        ONE + "raise RuntimeError('Gloo connectFullMesh failed with [pair.cc:144] no error, "
+        "remote=[127.0.0.1]:41234')", {"nodes": 2},
+        "failed: rank 1 on node-[01] has lost another rank, which left no word: RuntimeError: "
+        "Gloo connectFullMesh failed with [pair.cc:144] no error, remote=[127.0.0.1]:41234",
+    ),
     "a syntax error": (
         "def f(:\n    pass\n", {},
         "fatal: rank [01] on node-0: SyntaxError: invalid syntax; no node can start it",
@@ -352,6 +358,12 @@ SLURM: dict[str, tuple[dict[str, Any], str]] = {
                        "remote=[127.0.1.1]:41234"}, "began": True, "printed": RAISED},
         "fatal: rank 1 on n2: RuntimeError: Gloo connectFullMesh failed with [pair.cc:144] no "
         f"error, remote=[127.0.1.1]:41234; {LOOPBACK}",
+    ),
+    "a store of the first node is gone": (
+        {"printed": "[W1121 TCPStore.cpp:138] [c10d] recvValue failed on SocketImpl(fd=8, "
+                    "addr=[127.0.0.1]:49770, remote=[127.0.1.1]:61000): Connection reset by peer\n"
+                    + KILLED, "began": True},
+        "failed: rank 1 on n2: killed by SIGKILL",
     ),
     "nothing": ({"began": True}, UNKNOWN),
 }  # fmt: skip

@@ -65,6 +65,8 @@ class Logs(NamedTuple):
     """The last output lines of torchrun and the programs around it."""
     few_gpus: str = ""
     """A phrase about nodes with fewer GPUs than ranks; see few_gpus()."""
+    one_machine: bool = False
+    """Whether the nodes are processes of one machine, which reach each other at 127.0.0.1."""
 
 
 def cause_of(attempt: Attempt, folder: str, logs: Logs) -> Optional[Cause]:
@@ -244,7 +246,9 @@ LOOPBACK = (
     "a node's own name leads to 127.0.0.1 or 127.0.1.1, where other nodes do not find it; set "
     "network_interface in the profile"
 )
-_LOOPBACK = re.compile(r"remote=\[127\.")
+_LOOPBACK = re.compile(r"[Gg]loo.*remote=\[127\.")
+"""Between ranks; a store of the first node may well be reached there by the ranks of that node."""
+
 _NO_IMAGE = re.compile("manifest unknown|manifest for .* not found|name unknown|error code: 404")
 """Messages of a registry about a missing image."""
 
@@ -262,7 +266,8 @@ def _hopeless(text: str, failures: Sequence[RankFailure], look: Look, logs: Logs
     checkpoint proves that the program can start.
     """
     messages = [one.message for one in failures]
-    if logs.nodes > 1 and any(map(_LOOPBACK.search, [*messages, *logs.lines])):
+    several = logs.nodes > 1 and not logs.one_machine
+    if several and any(map(_LOOPBACK.search, [*messages, *logs.lines])):
         return LOOPBACK
     if not failures and no_image(text):
         return "the image does not exist"
