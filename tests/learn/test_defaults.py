@@ -113,9 +113,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
             _attention._cp_options.enable_load_balance,
         ),
         ("ALL_GATHER", True),
-        {
-            "learn/context-parallel": "it gathers by default, and rotates parts after `set_rotate_method("
-        },
+        {"learn/context-parallel": "it gathers by default, and rotates parts after"},
     ),
     (
         lambda: inductor._micro_pipeline_tp,
