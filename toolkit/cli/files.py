@@ -14,7 +14,7 @@ import click
 import toolkit
 from toolkit.cli import exit_status
 from toolkit.cli.main import JSON, SET, cli, example, without_secrets
-from toolkit.cli.output import echo_json, first_of, note, note_origins, say, write
+from toolkit.cli.output import echo_json, first_of, note, note_origins, say, shown_meanwhile, write
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -117,16 +117,19 @@ def check(
     Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if a file
     cannot be read or is not a job.
     """
-    from toolkit import checks
-    from toolkit.lint.folders import is_folder
+    with shown_meanwhile(f"checking {files[0]}"):
+        from toolkit import checks
+        from toolkit.lint.folders import is_folder
 
-    if len(files) > 1 or is_folder(files[0]):
+        several = len(files) > 1 or is_folder(files[0])
+        content = "" if several else checks.kind_of_file(files[0])
+        default = None if to else toolkit.default_profile()
+    if several:
         if verify:
             raise click.UsageError("--verify proves one job; name one file")
         _check_many(files, overrides, to, server=server, schemas=schemas, as_json=as_json)
         return
     (file,) = files
-    content = checks.kind_of_file(file)
     if verify and content != "job":
         raise click.UsageError("--verify is for jobs")
     if content == "script" and overrides:
@@ -137,7 +140,7 @@ def check(
         )
     if content == "manifests" and overrides:
         raise click.UsageError("--set is for jobs, not for manifests")
-    if not to and (default := toolkit.default_profile()) is not None:
+    if default is not None:
         to = (default,) if _is_for(content, default) else ()
     if server and content == "job" and not to:
         raise click.UsageError("--server queries the site of a profile; name one with --to")

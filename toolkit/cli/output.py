@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,22 @@ def say(text: str, *, err: bool = False) -> None:
     from toolkit.text.control import printable
 
     click.echo(printable(text).replace("\n", "\n  "), err=err)
+
+
+@contextlib.contextmanager
+def shown_meanwhile(text: str) -> Iterator[None]:
+    """Show a line on stderr during this block, at a terminal; without rich, which loads slowly."""
+    from toolkit.text.control import printable
+
+    draws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    width = shutil.get_terminal_size().columns - 1
+    if draws:
+        click.echo(printable(text)[:width] + "\r", nl=False, err=True)
+    try:
+        yield
+    finally:
+        if draws:
+            click.echo("\x1b[K", nl=False, err=True)
 
 
 def first_of(texts: Sequence[_T], what: str) -> Iterator[_T]:

@@ -3,10 +3,11 @@
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import Until
+from tests.conftest import TOOLKIT, Until
 from tests.support.terminal import SEQUENCE, at_terminal
 from toolkit.cli import operation_line
 from toolkit.runs.long_operation import operation
@@ -73,3 +74,13 @@ def test_without_a_terminal_each_kind_is_noted_once(capsys: pytest.CaptureFixtur
     with operation("nobody listens"):
         pass
     assert capsys.readouterr() == ("", "note: fetching \\x1b[31mfiles\nnote: copying\n")
+
+
+def test_check_says_at_once_that_it_works(tmp_path: Path) -> None:
+    script = tmp_path / "a\x1b[5mb.py"
+    script.write_text("print()\n")
+    with at_terminal([str(TOOLKIT), "check", script], columns=300) as terminal:
+        assert terminal.status() == 0, terminal.drawn
+    before, after = terminal.drawn.split("\r\x1b[K")
+    assert before.startswith("checking ") and r"a\x1b[5mb" in before
+    assert after.endswith(": fine\r\n")
