@@ -63,7 +63,7 @@ def _grace(stream: Stream) -> Iterator[Violation[View]]:
     finds="`restartPolicy: ExitCode`, or a podFailurePolicy on exit statuses, with torchrun as "
     "the first process",
     reason="torchrun exits with status 1 for every failure of its workers (torch 2.13): ExitCode "
-    "restarts nothing, and rules for other statuses match only if torchrun itself is killed (137).",
+    "restarts, and rules for other statuses match, only if torchrun itself is killed (137).",
     fix="let a shell around it turn outcomes into statuses, or restart OnFailure",
 )
 def _unmapped(stream: Stream) -> Iterator[Violation[View]]:
