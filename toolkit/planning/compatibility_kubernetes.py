@@ -75,6 +75,13 @@ def kubernetes_problems(
             "continues without it; leave out `master`, or write one number of nodes",
             *("resources", "nnodes"),
         )
+    if profile.master and kind != "PyTorchJob":
+        yield refusal(
+            "master-workload",
+            f"workload {kind}: profile {profile.name!r} sets a Master, which only a PyTorchJob "
+            "has; leave out `master`, or write `workload: PyTorchJob`",
+            *("kubernetes", "workload"),
+        )
     if kind == "TrainJob":
         yield from _beyond_trainjob(job, profile)
     if job.image and not is_image_name(job.image):

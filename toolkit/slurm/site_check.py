@@ -221,8 +221,8 @@ def _excesses(plan: SlurmPlan, partition: _Partition) -> Iterator[tuple[str, str
     """Yield rule and message for each limit of a partition that the job exceeds."""
     job, name = plan.job, partition.name
     if partition.state != "UP":
-        message = f"partition {name!r} is {partition.state}; jobs wait until it is up"
-        yield "site-partition-state", message
+        follows = "jobs wait until it is up" if partition.state == "DOWN" else "sbatch refuses jobs"
+        yield "site-partition-state", f"partition {name!r} is {partition.state}; {follows}"
     limit_s, longest_s = job.time_limit_s, partition.longest_s
     if limit_s and longest_s is not None and limit_s > longest_s:
         longest = format_duration(longest_s)

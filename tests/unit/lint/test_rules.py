@@ -95,6 +95,11 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{KUBERNETES}master: true\npod_security: baseline\n",
         4,
     ),
+    "master-workload": (
+        "kubernetes: {workload: JobSet}\n",
+        f"{KUBERNETES}master: true\npod_security: baseline\n",
+        4,
+    ),
     "sweep-elastic": (
         "sweep: {list: [{env.A: a}]}\nresources: {nnodes: {min: 1, max: 2}}\n"
         "retries: {in_job: 1}\n",

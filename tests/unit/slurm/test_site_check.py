@@ -120,7 +120,7 @@ def test_a_plan_that_fits_its_site_finds_nothing_and_submits_nothing() -> None:
             "another partition"
         ]),
         ({"partition": "low"}, {"time_limit": "10m"}, [
-            "scontrol show partition: partition 'low' is DRAIN; jobs wait until it is up"
+            "scontrol show partition: partition 'low' is DRAIN; sbatch refuses jobs"
         ]),
         ({}, {"sbatch": {"partition": "low,main"}}, []),
         ({}, {"sbatch": {"segment": 4}}, [
