@@ -91,15 +91,16 @@ class Trainer:
         stop = self.group.sum([self.stop.requested])[0] > 0
         evaluated = self._evaluated_epoch()
         first, of_task = progress.step + 1, attributes_of(self.task)
+        saved = max(progress.step - 1, 0)
         while progress.step < progress.steps:
             # Do not evaluate or save ranks that have drifted apart.
             if self.strategy.settled(progress.step):
                 due = self._due
-                if every and every != "auto":
-                    due = progress.step > 0 and progress.step % every == 0
+                if every and every != "auto":  # ranks may have been apart when it was due
+                    due = progress.step // every > saved // every
                 if stop or due:
                     self.saver.save(progress, epoch=self.epoch)
-                    self._due = False
+                    self._due, saved = False, progress.step
                 # After a stop request, leave the evaluation to the next start.
                 if not stop and self.epoch > evaluated:
                     # Evaluation may run out of memory: finish writing the checkpoint first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from train.proof.trial import config_of_one_process
 from train.runtime.process_group import Alone, RankGroup
 from train.runtime.rank import RankInfo
 from train.tasks import load
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Start
 
 RESTING, THAWING = (
     f"{Path(__file__).parents[1] / 'support/proved.py'}:{name}" for name in ("Resting", "Thawing")
@@ -259,3 +262,12 @@ def test_an_expert_that_no_sample_of_a_rank_reaches_is_averaged_with_the_others(
         assert difference(mine, one) <= CLOSE, name
     steps = {v.item() for key, v in ranks[0]["adamw, rarely"][0].items() if key.endswith("/step")}
     assert max(steps) == 6.0
+
+
+def test_a_checkpoint_that_is_due_between_averages_is_written_after_the_next(
+    start: Start, tmp_path: Path
+) -> None:
+    flags = ("--strategy=local-sgd", "--local-steps=8", "--checkpoint-every=20", "--steps=50")
+    run = start.whole(2, *flags, run_dir=tmp_path / "run")
+    saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
+    assert saved == [24, 40, 50]
