@@ -17,7 +17,7 @@ EXIT_STATUSES = {
         "version, or the scheduler refused or did not answer"
     ),
     exit_status.UNUSABLE: (
-        "a file, an option or the name of a run cannot be used; every error in a file is shown"
+        "a file, an option or the name of a run cannot be used; errors in a file are shown together"
     ),
     exit_status.INTERRUPTED: (
         "Ctrl-C: `run` has stopped its run; a run that is followed continues (`top` ends with 0)"

@@ -109,7 +109,7 @@ def check(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """List every error in job files, or in your own scripts or manifests.
+    """List errors in job files, or in your own scripts or manifests.
 
     A script is a batch script, or a training script in Python (FILE.py), which is not executed. In
     a folder, all such files below it are checked.

@@ -123,7 +123,7 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
 )
 @click.option("--job", metavar="NAME", help="Only runs of the job with this name.")
 def top(last: int, job: str | None) -> None:
-    """Show all active runs, a line each, and keep the display up to date until Ctrl-C.
+    """Show the active runs, a line each, and keep the display up to date until Ctrl-C.
 
     All runs of a Slurm cluster take one query. Without a terminal, the lines are shown once.
     """

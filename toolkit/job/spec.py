@@ -108,10 +108,11 @@ class Retries(FrozenModel):
 
     requeue: types.NaturalInt = 0
     """New attempts after failures that may pass: a lost node, a killed rank. On Slurm on the same
-    nodes where all are well, else through the queue.
+    nodes where all are well and their number is fixed, else through the queue.
 
     Attempts after a preemption, the time limit, or an operator's requeue are not counted, but on
-    Slurm and on this machine 0 also forbids them. If a script writes no `outcome.json`, the time
+    Slurm, on this machine and for a PyTorchJob 0 also forbids them, except in a
+    [chain](../how-to/sweeps.md#a-chain-of-jobs). If a script writes no `outcome.json`, the time
     limit counts as a failure.
     """
 
@@ -261,7 +262,7 @@ class JobSpec(FrozenModel):
     """The version of the [format](formats.md) in which the file is written."""
 
     name: types.JobName
-    """The job's name; runs are called NAME-DATE-TIME-XXXX."""
+    """The job's name; `toolkit submit` and `toolkit run` call their runs NAME-DATE-TIME-XXXX."""
 
     module: types.ModuleName | None = None
     """The Python module that every worker runs, as after `python -m`."""
@@ -318,9 +319,9 @@ class JobSpec(FrozenModel):
     that keep the others waiting are named and killed, which is a failure as `retries` counts them.
     While a rank [computes](../how-to/hangs.md#a-rank-that-computes), none is killed for ten times
     as long, and at least an hour. In a script that writes no `metrics.jsonl`, output counts as a
-    step. By default, a job with `retries`, `log_pattern` or notifications of stalls learns the time
-    from the run's own steps, and a stall is only reported; other jobs have no watchdog, as with
-    `never`."""
+    step. By default, a job on this machine, or with `retries`, `log_pattern` or notifications of
+    stalls, learns the time from the run's own steps, and a stall is only reported; other jobs have
+    no watchdog, as with `never`."""
 
     log_pattern: types.LogPattern | None = None
     """A regular expression of Python that finds `(?P<step>…)` and other figures, like
@@ -332,7 +333,7 @@ class JobSpec(FrozenModel):
     the first."""
 
     notify: Notify | None = None
-    """Notifications of the run's end; by default those of the profile."""
+    """Notifications of the run; by default those of the profile."""
 
     secrets: Annotated[dict[types.EnvName, Secret | None], Prepared(types.secrets_by_name)] = Field(
         default={}

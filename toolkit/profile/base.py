@@ -65,7 +65,7 @@ class SiteProfile(FrozenModel):
     """The price of computing at this site; `toolkit goodput` then also shows costs."""
 
     notify: Notify | None = None
-    """Notifications when runs end; a job's own take precedence."""
+    """Notifications of runs; a job's own take precedence."""
 
     templates_dir: types.FolderPath | None = None
     """A folder with templates that replace or extend the toolkit's; a relative path is below the

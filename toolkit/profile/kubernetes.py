@@ -137,7 +137,7 @@ class KubernetesProfile(SiteProfile):
     The operator then gives the workers an init container that Pod Security `restricted` refuses."""
 
     training_runtime: types.SecretName = "torch-deploy-toolkit"
-    """The TrainingRuntime that a TrainJob refers to; `k8s/base/trainer` holds it."""
+    """The TrainingRuntime that a TrainJob refers to; `k8s/base/trainer` holds the default one."""
 
     queue: types.SecretName | None = None
     """The LocalQueue of Kueue in which jobs wait."""
@@ -146,8 +146,9 @@ class KubernetesProfile(SiteProfile):
     """The WorkloadPriorityClass of Kueue."""
 
     gang_scheduler: Literal["volcano", "scheduler-plugins"] | None = None
-    """The installed scheduler that starts either all pods of a job or none: Volcano, or the
-    coscheduling of scheduler-plugins. Kueue admits whole jobs without one."""
+    """The installed scheduler that starts either all pods of a job (of an elastic job at least
+    `min`) or none: Volcano, or the coscheduling of scheduler-plugins. Kueue admits whole jobs
+    without one."""
 
     pod_security: Literal["restricted", "baseline", "privileged"] = "restricted"
     """The Pod Security level of the namespace; only `privileged` allows folders of the node."""

@@ -96,7 +96,8 @@ class Config:
     clip_norm: float | None = None
     """Scale gradients down to this norm over all parameters."""
     dropout: Annotated[float, AtLeast(0)] | None = None
-    """Probability for every dropout layer of the model (default: as the task made them)."""
+    """Probability for every dropout layer of torch in the model (default: as the task made
+    them)."""
 
     strategy: StrategyName = "auto"
     """How to use several processes; `auto`: by the sizes below, else ddp when there are several."""

@@ -28,8 +28,9 @@ _1123_WORDS = "small letters, digits and '-' (RFC 1123)"
 @MANIFESTS.rule(
     "name-invalid",
     finds="a name that Kubernetes, or the kind's webhook, refuses",
-    reason="Names become host names: small letters, digits and '-', at most 63, for a PyTorchJob, "
-    "TrainJob, JobSet, and a Service before Kubernetes 1.36, beginning with a letter.",
+    reason="Names of workloads, Pods and Services become host names: small letters, digits and "
+    "'-', at most 63, for a PyTorchJob, TrainJob, JobSet, and a Service before Kubernetes 1.36, "
+    "beginning with a letter. Most other objects take 253 characters, and '.'.",
     fix="give it another name",
 )
 def _names(stream: Stream) -> Iterator[Violation[View]]:
@@ -143,7 +144,8 @@ def _pairs(view: View, *, values: bool = True) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "entry-duplicate",
-    finds="two containers, volumes, variables, mounts or ports with the same name",
+    finds="two containers, volumes, variables, ports or replicated jobs with the same name, or two "
+    "mounts at the same path",
     reason="Server-side apply refuses them; elsewhere the last one wins, or the pod is refused.",
     fix="leave one of them out",
 )

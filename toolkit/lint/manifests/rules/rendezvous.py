@@ -81,7 +81,7 @@ def _nproc(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "rdzv-id-missing",
-    finds="an elastic PyTorchJob, or torchrun with c10d, without a rendezvous id",
+    finds="an elastic PyTorchJob, or torchrun with c10d in several pods, without a rendezvous id",
     reason="Every run uses the id `none`: pods of another run, or of an earlier one with the same "
     "name, could join.",
     fix="write elasticPolicy.rdzvId, or torchrun --rdzv-id=NAME",
@@ -102,7 +102,7 @@ def _ids(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "store-shared",
-    finds="torchrun with c10d and restarts without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    finds="torchrun with c10d in several pods without TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     reason="Restarted ranks reuse the rendezvous store, find the keys of the previous start, and "
     "wait: a returning pod joins after 81 s instead of 15, or never (torch 2.13).",
     fix='set the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE to "1"',
@@ -145,7 +145,8 @@ def _fixed(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "metric-unknown",
-    finds="an elasticPolicy that scales by a resource other than cpu and memory",
+    finds="an elasticPolicy or a HorizontalPodAutoscaler that scales by a resource other than cpu "
+    "and memory",
     reason="The HorizontalPodAutoscaler knows only the metrics of these two: it never scales, and "
     "reports FailedGetResourceMetric.",
     fix="write a metric of type Pods or External, or leave metrics out",
@@ -165,7 +166,8 @@ def _metrics(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "torchrun-alone",
-    finds="torchrun in several pods of a Job or JobSet without the address of a rendezvous",
+    finds="torchrun in several pods of a Job or JobSet that knows of one node or another number of "
+    "nodes, or that meets at localhost",
     reason="Job and JobSet do not configure torchrun: each pod trains alone and writes the same "
     "checkpoints, or waits for the others.",
     fix="give torchrun --nnodes, --rdzv-backend=c10d and --rdzv-endpoint=NAME-0.SUBDOMAIN:29500, "
@@ -234,7 +236,8 @@ def _not_headless(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "selector-matches-nothing",
     finds="a Service or NetworkPolicy that selects no pod of the file",
-    reason="The Service has no addresses, and the policy protects nothing: one label differs.",
+    reason="The Service has no addresses, and the policy protects nothing: a label differs or "
+    "is missing.",
     fix="write the labels that the pods have",
 )
 def _selectors(stream: Stream) -> Iterator[Violation[View]]:

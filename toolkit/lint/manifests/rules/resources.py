@@ -23,8 +23,8 @@ def _amounts(container: Container) -> Iterator[tuple[str, str, View, Fraction]]:
 
 @MANIFESTS.rule(
     "memory-unit",
-    finds="a memory amount below one mebibyte: `512m`, or a number without a unit",
-    reason="A small m means thousandths: 512m is half a byte. No container starts with so little.",
+    finds="an amount of memory or storage below one mebibyte: `512m`, or a number without a unit",
+    reason="A small m means thousandths: 512m is half a byte. No training fits into so little.",
     fix="write 512Mi, or 64Gi",
 )
 def _units(stream: Stream) -> Iterator[Violation[View]]:
@@ -131,7 +131,7 @@ def _missing(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "shm-on-disk",
-    finds="a volume at /dev/shm that is not in memory",
+    finds="an emptyDir at /dev/shm that is not in memory",
     reason="Shared data of the ranks would be written to the node's disk.",
     fix="write emptyDir: {medium: Memory}",
 )

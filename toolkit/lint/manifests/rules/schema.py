@@ -443,7 +443,7 @@ _form_rule(
 _form_rule(
     "quantity-malformed",
     finds="a malformed amount of CPU, memory or a device",
-    reason="The server refuses it: units are Ki, Mi, Gi, Ti (of 1024), k, M, G, T (of 1000) and m "
-    "(thousandths), without a space.",
+    reason="The server refuses it: units are Ki, Mi, Gi, Ti … (of 1024), k, M, G, T … (of 1000) "
+    "and m (thousandths), without a space.",
     fix="write it like 500m, 64Gi or 8",
 )

@@ -71,10 +71,10 @@ def _tags(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "port-invalid",
-    finds="a port outside of 1 to 65535, or with a name that is too long",
+    finds="a port outside of 1 to 65535, or with an invalid name, or one of several without a name",
     reason="The server refuses it; a container's names of ports have at most 15 small letters, "
     "digits and '-', a Service's 63.",
-    fix="write a number from 1 to 65535, and a shorter name",
+    fix="write a number from 1 to 65535, and a valid name",
 )
 def _ports(stream: Stream) -> Iterator[Violation[View]]:
     for container in containers_of(stream):

@@ -150,7 +150,7 @@ def _submits_only(script: BatchScript) -> bool:
 
 @SCRIPTS.rule(
     "log-truncated",
-    finds="a requeued job without `--open-mode=append`",
+    finds="`--requeue` or `scontrol requeue` without `--open-mode`",
     reason="Slurm truncates the log at each start, unless the site sets JobFileAppend, and the "
     "earlier output is lost.",
     fix="add #SBATCH --open-mode=append",
@@ -298,7 +298,7 @@ def _secrets(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "secret-printed",
     finds="all variables printed into the log, a token, key or password among them",
-    reason="More people can read a log than a script, and logs are kept longer.",
+    reason="Every reader of the log sees the value.",
     fix="leave it out, or print what you look for: env | grep ^SLURM",
 )
 def _printed(script: BatchScript) -> Iterator[Violation[int]]:

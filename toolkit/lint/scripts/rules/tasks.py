@@ -253,8 +253,8 @@ def _last_work(script: BatchScript) -> int:
 @SCRIPTS.rule(
     "torchrun-without-srun",
     finds="torchrun on several nodes without srun",
-    reason="A batch script runs on the first node only; its torchrun waits for others that nobody "
-    "starts.",
+    reason="A batch script runs on the first node only: its torchrun waits for others that nobody "
+    "starts, or trains on that node alone.",
     fix="start it with srun --ntasks-per-node=1 --kill-on-bad-exit=1",
 )
 def _no_srun(script: BatchScript) -> Iterator[Violation[int]]:

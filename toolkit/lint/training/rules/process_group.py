@@ -28,9 +28,9 @@ def _collectives(script: TrainingScript) -> list[Called]:
 @TRAINING.rule(
     "rank0-barrier",
     finds="a collective that only some ranks enter",
-    reason="A collective waits for all ranks of its group. Under `if rank == 0` rank 0 waits for "
-    "ranks that never arrive, until the timeout: by default 10 minutes with the backend `nccl` "
-    "(also if `device_id` chooses it), 30 with any other.",
+    reason="A collective waits for all ranks of its group. The call of rank 0 under `if rank == "
+    "0` meets the next collective of the others, or waits until the timeout: by default 10 minutes "
+    "with the backend `nccl` (also if `device_id` chooses it), 30 with any other.",
     fix="call it on all ranks: keep only the work under the if",
 )
 def _on_some_ranks(script: TrainingScript) -> Iterator[Violation[int]]:

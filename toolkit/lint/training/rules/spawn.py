@@ -29,8 +29,8 @@ def _handed_over(script: TrainingScript) -> Iterator[tuple[Called, ast.expr]]:
 @TRAINING.rule(
     "spawned-loader",
     finds="a DataLoader passed to child processes",
-    reason="Each process gets a copy, with the data set and the one sampler in it: all ranks "
-    "draw the same samples.",
+    reason="Each process gets a copy of the data set and of the sampler, which knows nothing of "
+    "the rank: the ranks do not divide the samples.",
     fix="make data set, sampler and loader in the process, after init_process_group",
 )
 def _loader(script: TrainingScript) -> Iterator[Violation[int]]:
