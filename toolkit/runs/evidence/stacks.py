@@ -160,8 +160,9 @@ class FolderExchange:
 
 
 NO_WATCHDOG = (
-    "no watchdog looks into its ranks: the job has `stall_timeout: never`, or nothing starts its "
-    "ranks again and it sets no `stall_timeout`, or it has not started"
+    "no watchdog looks into its ranks: the profile has `supervisor: none`, or the job has "
+    "`stall_timeout: never`, or nothing starts its ranks again and the job sets neither "
+    "`stall_timeout` nor `log_pattern` nor `notify` of stalls, or it has not started"
 )
 
 
