@@ -151,9 +151,11 @@ def _role_of(pod_name: str, job_name: str) -> str:
 def _clean_up(cluster: Kubelet, job: Object, pods: list[Object]) -> None:
     """Delete the pods that still run some time after the job's end, by its cleanPodPolicy."""
     policy = (job["spec"].get("runPolicy") or {}).get("cleanPodPolicy", "None")
-    if not cluster.auto_run or policy not in ("Running", "All"):
+    if not cluster.auto_run or policy == "None":
         return
-    left = [p for p in pods if policy == "All" or p["status"]["phase"] in ("Running", "Pending")]
+    # The operator takes any other word than these for All.
+    running = ("Running", "Pending")
+    left = [p for p in pods if policy != "Running" or p["status"]["phase"] in running]
     if not left:
         return
     key = ("cleaning", job["metadata"]["uid"])

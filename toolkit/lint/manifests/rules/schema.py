@@ -435,9 +435,9 @@ _form_rule(
 _form_rule(
     "field-word",
     finds="a value that the field does not allow (restartPolicy, effect, operator …)",
-    reason="Kubernetes refuses it where it checks. The Training Operator's webhook accepts any "
-    "restartPolicy, cleanPodPolicy or dnsPolicy, and the job creates no pods, or never ends "
-    "(Training Operator 1.9).",
+    reason="Kubernetes refuses it where it checks. The webhook of Training Operator 1.9 "
+    "accepts any word: with another restartPolicy or dnsPolicy the job creates no pods, and with "
+    "another cleanPodPolicy its end deletes all pods and their logs.",
     fix="write one that there is",
 )
 _form_rule(
