@@ -299,7 +299,7 @@ def test_a_rank_ends_with_what_torchrun_has_started(site: Site) -> None:
     process = site.rank(WAIT)
     rank = pid_of(process)
     assert rank != process.pid
-    assert [each.pid for each in ranks_below([os.getpid()])] == [rank]
+    until(lambda: [each.pid for each in ranks_below([os.getpid()])] == [rank])
     process.kill()
     process.communicate()
     until(lambda: not is_there(rank))
