@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def running(path: Path) -> list[str]:
     return found
 
 
+def starts(pids: Iterable[int]) -> set[tuple[int, str]]:
+    """Return those of the processes that are there, each with its time of start.
+
+    A number alone may soon be another process's.
+    """
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            found.add((pid, stat.rpartition(")")[2].split()[19]))
+    return found
+
+
 def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
     fresh.run("up", *SMALL)
     # A job, and a srun that waits outside of the nodes.
@@ -59,6 +73,7 @@ def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
         )
         pids = fresh.status()["pids"]
         assert set(pids) == {"controller", "node1", "node2"}
+        recorded = starts(pids.values())
         fresh.run("down")
         waiting.wait(timeout=300)
     finally:
@@ -66,7 +81,7 @@ def test_down_leaves_no_process_no_mount_and_only_logs(fresh: Sandbox) -> None:
         waiting.wait()
     # The system takes some milliseconds to bury the dead.
     wait_until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
+        lambda: not recorded & starts(pids.values()),
         "all recorded processes to be gone",
     )
     wait_until(lambda: running(fresh.dir) == [], "all others to be gone")
@@ -131,11 +146,12 @@ def test_everything_says_clearly_that_the_sandbox_is_down(fresh: Sandbox) -> Non
 def test_up_after_a_crash_starts_afresh(fresh: Sandbox) -> None:
     fresh.run("up", *SMALL)
     pids = fresh.status()["pids"]
+    recorded = starts(pids.values())
     os.kill(pids["controller"], signal.SIGKILL)
     wait_until(lambda: not fresh.status()["up"], "the controller to be gone")
     fresh.run("up", *SMALL)
     wait_until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()),
+        lambda: not recorded & starts(pids.values()),
         "all recorded processes to be gone",
     )
     assert fresh.slurm("srun", "-N2", "-l", "hostname").stdout.count("node") == 2
