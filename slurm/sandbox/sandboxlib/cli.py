@@ -8,18 +8,22 @@ import os
 import shlex
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from . import cluster, config, namespaces, packages, versions
-from .state import CONTROLLER, SandboxError, Shape, StateDir
+from .state import CONTROLLER, Record, SandboxError, Shape, StateDir
 
 SANDBOX = Path(__file__).resolve().parent.parent / "sandbox"
 STATE = ".sandbox"
 
 Run = Callable[[argparse.Namespace, StateDir], str | int]
 """Runs a command; returns the sentence for the user, or the exit status."""
+
+_ENDS_WITHIN_S = 5
+"""How long a controller may take to end once it no longer answers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,13 +124,13 @@ def _exec(arguments: argparse.Namespace, state: StateDir) -> int:
 
 def _status(arguments: argparse.Namespace, state: StateDir) -> int:
     record = state.load()
-    if record is None or not record.alive(CONTROLLER):
+    nodes = _nodes(record) if record else None
+    if record is None or nodes is None:
         if arguments.json:
             print(json.dumps({"up": False, "dir": str(state.path), "logs": str(state.logs)}))
         else:
             print(f"down; state directory {state.path}")
         return 1
-    nodes = cluster.nodes(record)
     if arguments.json:
         report = {
             "up": True,
@@ -145,6 +149,21 @@ def _status(arguments: argparse.Namespace, state: StateDir) -> int:
         cable = "cut" if node.power and not node.cable else "in" if node.cable else "-"
         print(f"{node.name:8} {power:6} {cable:6} {node.state:12} {node.reason}".rstrip())
     return 0
+
+
+def _nodes(record: Record) -> list[cluster.Node] | None:
+    """Return the nodes; None if the cluster is down, or ends at this moment."""
+    if not record.alive(CONTROLLER):
+        return None
+    try:
+        return cluster.nodes(record)
+    except SandboxError:
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while record.alive(CONTROLLER):  # its namespaces go before it
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+        return None
 
 
 def _ps(arguments: argparse.Namespace, state: StateDir) -> int:

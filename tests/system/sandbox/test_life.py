@@ -262,3 +262,36 @@ def test_sources_of_another_suite_keep_the_mirror_and_leave_out_others() -> None
     assert done.stdout == (
         "deb [a=b] http://m/d new main\nTypes: deb\nURIs: http://m\nSuites: new\n"
     )
+
+
+ENDS_MEANWHILE = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+from sandboxlib import cli, cluster, state
+from sandboxlib.state import CONTROLLER, Process, Record, SandboxError
+
+controller = subprocess.Popen(["sleep", "1000"])
+
+def ends(record):
+    if sys.argv[2] == "ends":
+        controller.kill()
+    raise SandboxError("ip: Cannot open network namespace")
+
+cluster.nodes, cli._ENDS_WITHIN_S = ends, 60 if sys.argv[2] == "ends" else 0
+machines = {CONTROLLER: Process.of(controller.pid)}
+try:
+    print(cli._nodes(Record(boot=state.boot_id(), shape=None, machines=machines)))
+except SandboxError as error:
+    print(error)
+controller.kill()
+controller.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("ends", "None"), ("stays", "ip: Cannot open network namespace")]
+)
+def test_a_cluster_that_ends_while_it_is_looked_at_is_down(how: str, said: str) -> None:
+    argv = [sys.executable, "-c", ENDS_MEANWHILE, str(SANDBOX.parent), how]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{said}\n"
