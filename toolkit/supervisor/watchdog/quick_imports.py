@@ -54,7 +54,7 @@ class Finder(importlib.machinery.PathFinder):
 
 
 def start() -> None:
-    """Import these packages so from now on; finders before `PathFinder` keep their precedence."""
+    """Install the finder before `PathFinder`; finders before that keep their precedence."""
     path_finder = importlib.machinery.PathFinder
     if path_finder in sys.meta_path:
         sys.meta_path.insert(sys.meta_path.index(path_finder), Finder)
