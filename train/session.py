@@ -70,6 +70,8 @@ def train(
             # All ranks are here, so they can now agree on the step to stop at. Before the first
             # step, an early stop loses nothing and avoids a checkpoint, which may take minutes.
             stop.wait_for_the_loop(at_most_s=BEFORE_FIRST_STEP_S)
+            group.agree_on_restart()
+            directory = RunDirectory(config.directory, group.rank_info)
             phases.end("process_group")
             samples = len(source_of(task.train(), task=task.name))
             progress = TrainingProgress(steps=config.total_steps(samples))

@@ -131,6 +131,11 @@ class LaunchPlan:
         return name_attempt(self.entry) or name_attempt(words)
 
     @property
+    def points_have_variables(self) -> bool:
+        """Whether the sweep sets environment variables."""
+        return any(point.env for point in self.points)
+
+    @property
     def takes_turns(self) -> bool:
         """Whether several jobs may continue one run in turn with this script: a chain."""
         return False
@@ -233,7 +238,7 @@ def carried_options(job: JobSpec) -> tuple[str, ...]:
 def environment(job: JobSpec, profile: Profile) -> dict[str, str]:
     """Return the environment of the workers; the job's values take precedence."""
     env = {
-        # With one store for all attempts, attempt 1 reads the keys of attempt 0 and hangs.
+        # With one store for all restarts, restart 1 reads the keys of restart 0 and hangs.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # A worker's output is seen immediately; Python would buffer some kilobytes of it.
         "PYTHONUNBUFFERED": "1",

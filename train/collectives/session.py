@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from ..errors import EXIT_DONE, EXIT_FAILED, TrainError
@@ -15,7 +14,7 @@ from ..rundir.console import Console, end_process
 from ..runtime.devices import agree_on_device, device_and_backend, use
 from ..runtime.process_group import disconnect
 from ..runtime.rank import RankInfo
-from ..runtime.rendezvous import meet
+from ..runtime.rendezvous import keys_of_this_try, meet
 from .demo import (
     Ranks,
     WrongResult,
@@ -64,7 +63,7 @@ def be_a_rank(options: Options, rank_info: RankInfo) -> int:
                 timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-            board = PrefixStore(f"train/collectives/{rank_info.restart}", store)
+            board = keys_of_this_try("collectives", rank_info, store)
             ranks = Ranks(rank_info=rank_info, device=device, store=board, timeout=timeout)
             exit_status = run(options, ranks, console, COLLECTIVES)
             disconnect()

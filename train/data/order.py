@@ -1,8 +1,8 @@
 """Batches, the order in which samples are drawn, and the seeds of random numbers.
 
 The training data is one endless stream: epoch 0's permutation, then epoch 1's, and so on. Step k
-takes positions `k * global_batch` up to `(k + 1) * global_batch` of it, each rank one slice of
-them. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
+takes positions `k * global_batch` up to `(k + 1) * global_batch` of it; each rank takes a slice
+of these. So the whole state of the order is one integer, `samples_seen`: it does not depend on the
 number of ranks, no batch is ever short or padded, and within every epoch each sample is drawn
 exactly once. With weights, an epoch consists of as many draws with replacement, the same for all
 ranks; each rank takes its slice.

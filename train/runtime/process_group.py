@@ -4,6 +4,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +64,16 @@ class RankGroup:
             dist.all_reduce(vector)
         total: list[float] = vector.tolist()
         return total
+
+    def agree_on_restart(self) -> None:
+        """Give all ranks one restart number, the highest.
+
+        After a failure, one torchrun may count a restart where another has only seen a change of
+        membership. With a lower number, a rank's failure would not replace the outcome; with a
+        higher one, rank 0 would be fenced.
+        """
+        highest = max(self.gather(self.rank_info.restart))
+        self.rank_info = replace(self.rank_info, restart=highest)
 
     def gather(self, value: Value) -> list[Value]:
         """Return every rank's value, by rank."""

@@ -24,7 +24,8 @@ class RankInfo:
     attempt: int = 0
     """`TRAIN_ATTEMPT`: the number of this attempt, from 0; on Kubernetes, of the submission."""
     restart: int = 0
-    """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has restarted the workers."""
+    """`TORCHELASTIC_RESTART_COUNT`: how often torchrun has restarted the workers; once the ranks
+    are connected, the highest of them (`RankGroup.agree_on_restart`)."""
     launch: str | None = None
     """`TORCHELASTIC_RUN_ID`: torchrun's rendezvous ID; None if it has none."""
     launched: bool = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.ports import free_port
 from train.checkpoints.store import verify
 
 if TYPE_CHECKING:
@@ -69,6 +70,41 @@ def test_an_exception_on_one_rank_is_recorded_with_its_rank_not_its_echo(
     assert f"traceback : ValueError: sample 17 is odd\n  {line}" in root
     assert echoes.count("traceback : another rank went away ") == 2
     assert "error_file: <N/A>" not in report
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_recorded_whatever_each_torchrun_counts(
+    start: Start, tmp_path: Path, failing: int
+) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import os\n"
+        "from train.tasks import chars\n"
+        "class Faulty(chars.Chars):\n"
+        "    calls = 0\n"
+        "    def count(self, targets):\n"
+        "        self.calls += 1\n"
+        f"        if os.environ['RANK'] == '{failing}' and self.calls == 4:\n"
+        "            raise ValueError('sample 17 is odd')\n"
+        "        return super().count(targets)\n"
+    )
+    port = free_port()
+    ranks = [
+        start.single(
+            *("--task=faulty.py:Faulty", "--global-batch=12", "--steps=50"),
+            run_dir=tmp_path / "run",
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RESTART_COUNT=str(1 - rank),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )
+        for rank in (0, 1)
+    ]
+    assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].output() + ranks[1].output()
+    outcome = ranks[0].outcome()
+    assert (outcome["status"], outcome["rank"]) == ("fatal", failing)
+    assert outcome["reason"].startswith("ValueError: sample 17 is odd; ")
 
 
 @pytest.mark.slow
