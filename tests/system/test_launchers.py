@@ -21,6 +21,9 @@ from toolkit.api import launcher_for
 
 TOY = ROOT / "tests/support/toy_launcher"
 
+# For tests that need no second torchrun: each imports torch.
+ONE_NODE = {"nnodes": 1, "cpus_per_node": 1}
+
 # Long enough that no busy machine comes to its end before it is cancelled.
 FOREVER = "echo begun; trap 'echo stopped; exit 75' TERM; while :; do sleep 0.1; done"
 
@@ -112,7 +115,7 @@ def test_a_run_succeeds_and_its_log_can_be_read(place: Place) -> None:
 
 
 def test_a_failed_run_says_that_it_failed_and_why(place: Place) -> None:
-    run = place.submit("echo to stderr >&2; exit 3")
+    run = place.submit("echo to stderr >&2; exit 3", resources=ONE_NODE)
     status = run.wait(180)
     assert status.state is toolkit.RunState.FAILED
     assert status.reason
@@ -193,7 +196,7 @@ def test_a_second_submit_is_a_second_run(place: Place) -> None:
 
 
 def test_waiting_too_short_is_a_timeout_and_no_verdict(place: Place) -> None:
-    run = place.submit(FOREVER)
+    run = place.submit(FOREVER, resources=ONE_NODE)
     with pytest.raises(TimeoutError):
         run.wait(0)
     run.cancel()
@@ -246,13 +249,13 @@ def test_another_scheduler_queues_a_failed_attempt_again(toy: Place, until: Unti
 
 
 def test_another_scheduler_queues_an_attempt_no_more_often_than_the_job_says(toy: Place) -> None:
-    run = toy.submit("echo begun; exit 3", retries={"requeue": 1})
+    run = toy.submit("echo begun; exit 3", resources=ONE_NODE, retries={"requeue": 1})
     assert run.wait(300).state is toolkit.RunState.FAILED
     assert len(run.restarts()) == 1
 
 
 def test_another_schedulers_job_is_cancelled_while_it_waits(toy: Place) -> None:
-    first, second = toy.submit(FOREVER), toy.submit("echo begun")
+    first, second = (toy.submit(shell, resources=ONE_NODE) for shell in (FOREVER, "echo begun"))
     second.cancel()
     assert second.wait(300).state is toolkit.RunState.CANCELLED
     first.cancel()

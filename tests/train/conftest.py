@@ -160,14 +160,21 @@ class Start:
         self.home = home
         self.started: list[Running] = []
 
-    def single(self, *flags: str, run_dir: Path, attempt: int = 0, **env: str) -> Running:
-        """`python -m train`; in a process that need not import torch, unless it imports others."""
+    def single(
+        self, *flags: str, run_dir: Path, attempt: int = 0, script: str = "", **env: str
+    ) -> Running:
+        """`python -m train`, or a script that ends as it does.
+
+        In a process that need not import torch, unless it imports others.
+        """
         flags = (*UNPROVED, *flags)
         if "PYTHONPATH" in env:
             return self.command([sys.executable, "-m", "train", *flags], run_dir, attempt, env)
-        return self._started(
-            lambda log, env: Copied(flags, cwd=self.home, log=log, env=env), run_dir, attempt, env
-        )
+
+        def started(log: Path, env: dict[str, str]) -> Copied:
+            return Copied(flags, cwd=self.home, log=log, env=env, script=script)
+
+        return self._started(started, run_dir, attempt, env)
 
     def ranks(
         self,
@@ -187,14 +194,17 @@ class Start:
         argv += ["--monitor-interval=0.05", f"--nproc-per-node={count}", *program]
         return self.command(argv, run_dir, attempt, env)
 
-    def whole(self, count: int, *flags: str, run_dir: Path, attempt: int = 0) -> Running:
-        """`ranks` to their end, without torchrun, in processes that need not import torch."""
+    def each(
+        self, count: int, *flags: str, run_dir: Path, attempt: int = 0, script: str = ""
+    ) -> list[Running]:
+        """`ranks` without torchrun, in processes that need not import torch."""
         meeting = run_dir.parent / f"meeting-{len(self.started)}"
-        ranks = [
+        return [
             self.single(
                 *flags,
                 run_dir=run_dir,
                 attempt=attempt,
+                script=script,
                 RANK=str(rank),
                 WORLD_SIZE=str(count),
                 LOCAL_RANK=str(rank),
@@ -203,6 +213,10 @@ class Start:
             )
             for rank in range(count)
         ]
+
+    def whole(self, count: int, *flags: str, run_dir: Path, attempt: int = 0) -> Running:
+        """`each` to their end."""
+        ranks = self.each(count, *flags, run_dir=run_dir, attempt=attempt)
         first, *_ = [rank.finish() for rank in ranks]
         return first
 

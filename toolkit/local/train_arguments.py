@@ -1,11 +1,14 @@
 """Arguments of a job that this installation's `train` refuses, checked before the submission."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+import toolkit
 from toolkit.errors import Problem
 from toolkit.job.environment import without_outer_job
 from toolkit.job.spec import JobSpec
@@ -26,7 +29,8 @@ _MOST_RANKS = 16
 def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
     """Yield the problems that `train` would report about a job's arguments.
 
-    It imports neither torch nor code from the folder: a project's own `train` is not checked.
+    It imports neither torch nor code from the folder: another `train`, there or in `PYTHONPATH`,
+    is not checked.
 
     Args:
         job: The job; for a sweep, its first points are checked.
@@ -34,6 +38,8 @@ def train_problems(job: JobSpec, *, here: bool) -> Iterator[Problem]:
     """
     folder = Path(job.workdir or ".")
     if job.module != _MODULE or "PYTHONPATH" in job.env or not folder.is_dir():
+        return
+    if _another_train(job):
         return
     points = job.points[:_MOST_POINTS]
     argvs: list[Sequence[str]] = [point.args for point in points] or [job.args]
@@ -72,11 +78,12 @@ def proof_problems(job: JobSpec) -> Iterator[Problem]:
             f"--verify starts all ranks of the job on this machine, at most {_MOST_RANKS}, "
             f"not {ranks}; prove a smaller layout of the same kind with --set"
         )
+    elif where := _another_train(job):
+        why = f"--verify proves only the installed {_MODULE}, and the job starts that in {where}"
     if why:
         yield refusal("train-arguments", why)
         return
     args = next((point.args for point in job.points), job.args)
-    # -P: the folder's own `train`, if there is one, is another program.
     argv = [sys.executable, "-P", "-m", _MODULE]
     argv += ["--spawn", str(ranks)] if ranks > 1 else []
     argv += [*map(str, args), "--device", "auto", "--backend", "auto", "--verify-only"]
@@ -103,6 +110,24 @@ def proof_problems(job: JobSpec) -> Iterator[Problem]:
         lines = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
         text = (lines or done.stderr.splitlines() or ["no message"])[-1]
         yield refusal("train-arguments", f"args: {text.removeprefix(_PREFIX)}", "args")
+
+
+def _another_train(job: JobSpec) -> str:
+    """Return the folder in which the job finds another `train` than ours; '' for none.
+
+    It imports nothing.
+    """
+    own = Path(toolkit.__file__).resolve().parents[1]
+    folder = Path(job.workdir or ".")
+    paths = (job.env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
+    entries = [entry for path in paths if path for entry in path.split(os.pathsep)]
+    for entry in (".", *entries):
+        at = (folder / entry).resolve()
+        found = PathFinder.find_spec(_MODULE, [str(at)])
+        # Without a file, it is a folder of another kind: all modules come before it.
+        if found and found.origin and at != own:
+            return str(at)
+    return ""
 
 
 def _answers(request: dict[str, object], folder: Path) -> list[list[str]]:

@@ -16,8 +16,6 @@ from ..errors import UsageError
 from ..runtime.rank import RankInfo
 from . import flags
 
-_PACKAGE = Path(__file__).parents[1]
-
 
 def problems(argv: Sequence[str], rank_info: RankInfo, *, here: bool) -> list[str]:
     """List the errors that `flags.parse()` would report, as far as they can be known."""
@@ -76,15 +74,7 @@ def main() -> None:
     )
     answers = [problems(argv, rank_info, here=request["here"]) for argv in request["argvs"]]
     # Mark the answer: a site's Python may print as well.
-    print(f"\n==problems|{json.dumps([] if _is_hidden() else answers)}|==")
-
-
-def _is_hidden() -> bool:
-    """Whether `-m train` starts a module of this folder instead of this package."""
-    if Path("train.py").is_file():
-        return True
-    other = Path("train", "__init__.py")
-    return other.is_file() and not other.samefile(_PACKAGE / "__init__.py")
+    print(f"\n==problems|{json.dumps(answers)}|==")
 
 
 if __name__ == "__main__":

@@ -95,13 +95,13 @@ def test_all_ranks_save_when_it_is_due_by_the_clock_of_rank_0(start: Start) -> N
     assert json.loads(first)["event"] == "start"
     with events.open("a") as file:
         file.write(f"{first}\n" * 20_000)
-    running = start.ranks(2, *flags, "--steps=1000000", run_dir=run_dir)
+    running, other = start.each(2, *flags, "--steps=1000000", run_dir=run_dir)
 
     def saved() -> list[int]:
         return [e["step"] for e in running.events() if e["event"] == "checkpoint" if e["step"] > 1]
 
     running.wait_until(lambda: len(saved()) > 2)
-    os.kill(running.process.pid, signal.SIGTERM)
-    running.wait()
-    assert running.outcome()["status"] == "preempted", running.output()
+    running.process.send_signal(signal.SIGTERM)
+    assert [running.wait(), other.wait()] == [75, 75], running.output()
+    assert running.outcome()["status"] == "preempted"
     assert "a checkpoint every" in running.output()

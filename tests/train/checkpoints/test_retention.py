@@ -209,9 +209,9 @@ def test_who_is_fenced_while_it_commits_removes_nothing(start: Start, tmp_path: 
         "store.commit = commit_and_wait\n"
         "__main__.enter()\n"
     )
-    argv = [sys.executable, "slow.py", "--task=chars", "--global-batch=12", "--steps=100000"]
-    argv += ["--checkpoint-every=20", "--keep-checkpoints=1"]
-    old = start.command(argv, tmp_path / "run", 0, {})
+    flags = ("--task=chars", "--global-batch=12", "--steps=100000")
+    saving = ("--checkpoint-every=20", "--keep-checkpoints=1")
+    old = start.single(*flags, *saving, run_dir=tmp_path / "run", script="slow.py")
     both = [Position(attempt=0, step=step) for step in (40, 20)]
     old.wait_until(lambda: store.list_committed(old.run_dir) == both)
     newer = RankInfo(attempt=1)

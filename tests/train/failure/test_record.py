@@ -347,17 +347,19 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
         "process_group.device_and_backend = lambda rank_info, wanted, device: chosen\n"
         "__main__.enter()\n"
     )
-    for name, share in (("own store", "1"), ("torchrun's store", "0")):
-        run_dir = tmp_path / name
-        run_dir.mkdir()
-        run = start.ranks(
-            2,
-            *FLAGS,
-            run_dir=run_dir,
-            module=("mixed.py",),
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share,
-        ).finish(1)
-        outcome = run.outcome()
+    for name in ("shared", "own"):
+        (tmp_path / name).mkdir()
+    shared = start.ranks(
+        2,
+        *FLAGS,
+        run_dir=tmp_path / "shared",
+        module=("mixed.py",),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0",
+    )
+    own = start.each(2, *FLAGS, run_dir=tmp_path / "own", script="mixed.py")
+    for store in ([shared], own):
+        printed = "".join(run.finish(1).output() for run in store)
+        outcome = store[0].outcome()
         assert (outcome["status"], outcome["rank"]) == ("fatal", None)
         assert outcome["reason"] == (
             "some ranks have a GPU each, others have not (no driver, or fewer GPUs than ranks on "
@@ -365,7 +367,7 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
             f"train on the CPU:\n  rank 0 on {socket.gethostname()}"
         )
         # By rank 0, or, if torchrun ends it first, in torchrun's report of the other.
-        assert outcome["reason"].splitlines()[0] in run.output()
+        assert outcome["reason"].splitlines()[0] in printed
 
 
 def test_the_limit_stands_for_a_full_disk() -> None:

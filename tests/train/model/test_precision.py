@@ -322,17 +322,13 @@ def test_a_resumed_run_knows_its_scale_and_ends_in_the_same_bits(
     def ran(name: str, *steps: int) -> bytes:
         run_dir, export = tmp_path / name, tmp_path / f"{name}.st"
         for attempt, last in enumerate(steps):
-            start.command(
-                [
-                    sys.executable,
-                    "large.py",
-                    "--precision=fp16",
-                    f"--steps={last}",
-                    f"--export={export}",
-                ],
-                run_dir,
-                attempt,
-                {},
+            start.single(
+                "--precision=fp16",
+                f"--steps={last}",
+                f"--export={export}",
+                run_dir=run_dir,
+                attempt=attempt,
+                script="large.py",
             ).finish()
         return export.read_bytes()
 

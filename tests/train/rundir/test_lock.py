@@ -188,7 +188,7 @@ def test_whose_draft_a_newer_attempt_removes_says_that_it_is_fenced(
         "store.write_manifest = wait\n"
         "__main__.enter()\n"
     )
-    old = start.command([sys.executable, "slow.py", *ENDLESS], tmp_path / "run", 0, {})
+    old = start.single(*ENDLESS, run_dir=tmp_path / "run", script="slow.py")
     draft = store.Position(attempt=0, step=20).draft(old.run_dir)
     old.wait_until(lambda: (draft / store.tensor_file(0)).exists())
     start.single(*FLAGS, "--steps=2", run_dir=old.run_dir, attempt=1).finish()

@@ -203,7 +203,7 @@ def test_it_can_be_turned_off(tmp_path: Path, start: Start) -> None:
 
 
 def test_only_rank_0_writes(tmp_path: Path, start: Start) -> None:
-    run = start.ranks(2, *STEPS, run_dir=tmp_path / "run").finish()
+    run = start.whole(2, *STEPS, run_dir=tmp_path / "run")
     (file,) = (run.run_dir / "tensorboard").iterdir()
     assert file.stat().st_size
     assert {1, 12} <= set(steps_of(run.run_dir / "tensorboard"))

@@ -11,8 +11,7 @@ from train.runtime.environment import packages_digest
 
 
 def test_two_ranks_record_their_versions_and_their_node(start: Start, tmp_path: Path) -> None:
-    run = start.ranks(2, "--task", "digits", "--steps", "1", run_dir=tmp_path / "run")
-    run.finish(0)
+    run = start.whole(2, "--task=digits", "--steps=1", run_dir=tmp_path / "run")
     (row,) = [event for event in run.events() if event["event"] == "environment"]
     assert (row["python"], row["torch"]) == (platform.python_version(), torch.__version__)
     assert row["nodes"] == [{"host": socket.gethostname(), "ranks": 2, "gpu": None}]

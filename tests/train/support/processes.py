@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -29,13 +30,21 @@ PROCESSES.set_forkserver_preload(
 
 
 class Copied:
-    """`python -m train` in such a process; what tests use of a `subprocess.Popen`."""
+    """`python -m train`, or a script, in such a process; what tests use of a `subprocess.Popen`."""
 
     def __init__(
-        self, flags: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str]
+        self,
+        flags: Sequence[str],
+        *,
+        cwd: Path,
+        log: Path,
+        env: Mapping[str, str],
+        script: str = "",
     ) -> None:
         self.flags = flags
-        self._process = PROCESSES.Process(target=_train, args=(list(flags), cwd, log, dict(env)))
+        self._process = PROCESSES.Process(
+            target=_train, args=(list(flags), cwd, log, dict(env), script)
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -57,7 +66,7 @@ class Copied:
         self.send_signal(signal.SIGKILL)
 
 
-def _train(flags: list[str], cwd: Path, log: Path, env: dict[str, str]) -> None:
+def _train(flags: list[str], cwd: Path, log: Path, env: dict[str, str], script: str) -> None:
     os.setsid()
     os.chdir(cwd)
     printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -67,10 +76,13 @@ def _train(flags: list[str], cwd: Path, log: Path, env: dict[str, str]) -> None:
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv[:] = ["train", *flags]
+    sys.argv[:] = [script or "train", *flags]
     import torch
 
     torch.set_num_threads(1)
+    if script:
+        runpy.run_path(script, run_name="__main__")
+        return
     from train.__main__ import enter
 
     enter()

@@ -174,7 +174,27 @@ def test_a_train_of_the_projects_own_is_neither_asked_nor_imported(
     for path in (own, "json.py"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("open('imported', 'w')\n")
-    assert toolkit("check", job_file("module: train\nargs: [--epoch, 3]"))[0] == 0
+    file = job_file("module: train\nargs: [--epoch, 3]")
+    assert toolkit("check", file)[0] == 0
+    status, found = toolkit("check", file, "--verify")
+    assert status == 1 and f"the job starts that in {Path.cwd()}" in found
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("of", ["the job", "the user"])
+def test_a_train_that_the_path_leads_to_is_neither_asked_nor_imported(
+    of: str, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine").mkdir()
+    Path("mine/train.py").write_text("open('imported', 'w')\n")
+    mine = Path("mine").resolve()
+    if of == "the user":
+        monkeypatch.setenv("PYTHONPATH", str(mine))
+    env = "\nenv: {PYTHONPATH: mine}" if of == "the job" else ""
+    file = job_file(f"module: train\nargs: [--epoch, 3]{env}")
+    assert toolkit("check", file)[0] == 0
+    status, found = toolkit("check", file, "--verify")
+    assert status == 1 and f"the job starts that in {mine}" in found
     assert not Path("imported").exists()
 
 

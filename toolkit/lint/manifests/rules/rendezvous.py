@@ -147,8 +147,8 @@ def _fixed(stream: Stream) -> Iterator[Violation[View]]:
     "metric-unknown",
     finds="an elasticPolicy or a HorizontalPodAutoscaler that scales by a resource other than cpu "
     "and memory",
-    reason="The HorizontalPodAutoscaler knows only the metrics of these two: it never scales, and "
-    "reports FailedGetResourceMetric.",
+    reason="The HorizontalPodAutoscaler knows only the metrics of these two: it does not scale by "
+    "others, and reports FailedGetResourceMetric.",
     fix="write a metric of type Pods or External, or leave metrics out",
 )
 def _metrics(stream: Stream) -> Iterator[Violation[View]]:

@@ -29,7 +29,7 @@ _WITHOUT_CPUS = ((22, 5), (23, 2))
     reason="In these two versions srun does not inherit it: each task counts one CPU, and is bound "
     "to it where the site binds tasks.",
     fix="add export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK above, and give srun a number of tasks "
-    "(--ntasks-per-node): else it starts as many as fit",
+    "(--ntasks-per-node) if sbatch has none: else it starts as many as fit",
 )
 def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
     cpus, slurm = script.value("cpus-per-task"), script.site.slurm
