@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

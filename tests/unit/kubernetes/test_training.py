@@ -5,10 +5,7 @@ pods' entrypoint, torchrun and ranks are processes of this machine. `make test-c
 a real one.
 """
 
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +14,10 @@ from typing import Any
 import pytest
 
 import toolkit
-from tests.conftest import ROOT
 from tests.fakes.kubernetes.kubelet import container_status, exit_code
 from tests.fakes.kubernetes.real import CLAIM, FakeCluster, is_real
 from tests.support import loader_training
+from tests.train.conftest import Start
 from tests.train.support import held
 from tests.unit.kubernetes.live import Live
 from tests.unit.kubernetes.site import (
@@ -80,10 +77,12 @@ def is_saved(live: Live, run: toolkit.Run) -> bool:
 
 def undisturbed(folder: Path) -> Any:
     """Return the outcome of the same training where nothing happens to it."""
-    argv = [sys.executable, "-m", "train", "--spawn", "2", *TINY, "--steps", str(STEPS)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAIN_RUN_DIR": str(folder / "alone")}
-    subprocess.run(argv, env=environ, cwd=ROOT, check=True, capture_output=True)
-    return json.loads((folder / "alone" / "outcome.json").read_text())
+    start = Start(folder)
+    try:
+        flags = (*TINY, f"--steps={STEPS}")
+        return start.whole(2, *flags, run_dir=folder / "alone").outcome()
+    finally:
+        start.end_all()
 
 
 @a_jobset_and_slowly_others

@@ -1,4 +1,7 @@
-"""Large packages are imported without garbage collection, and all else with it."""
+"""Large packages are imported without garbage collection, and all else with it.
+
+torchrun imports what only ranks need at its first use.
+"""
 
 import subprocess
 import sys
@@ -70,3 +73,46 @@ import torch
 print(torch.collects)
 """
     assert printed(tmp_path, script).strip() == "True"
+
+
+SHAPES = """
+from torch import _meta_registrations
+print("torch", _meta_registrations.__name__, end=" ")
+print(_meta_registrations.shape, *_meta_registrations.shapes())
+"""
+FIRST = "imported torch torch._meta_registrations 1 2"
+LATER = "torch torch._meta_registrations imported 1 2"
+IN_RANK = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "expected"),
+    [
+        (["torchrun"], {}, LATER),
+        (["-u", "torchrun", "--nnodes=2", "train.py"], {}, LATER),
+        (["-m", "torch.distributed.run", "train.py"], {}, LATER),
+        (["torchrun", "--start-method=fork", "--run-path", "train.py"], {}, FIRST),
+        (["torchrun", "--start_method", "spawn"], {}, FIRST),
+        (["torchrun"], {"PET_START_METHOD": "fork"}, FIRST),
+        (["torchrun"], IN_RANK, FIRST),  # a script of this name
+        (["train.py", "torchrun"], {}, FIRST),
+        (["-m", "train", "torch.distributed.run"], {}, FIRST),
+    ],
+)
+def test_torchrun_imports_the_shapes_of_operators_at_their_first_use(
+    tmp_path: Path, argv: list[str], variables: dict[str, str], expected: str
+) -> None:
+    shapes = "print('imported', end=' ')\nshape = 1\ndef shapes(): return [2]"
+    for name in ("torchrun", "train.py", "torch/distributed/run.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SHAPES)
+    (tmp_path / "torch/_meta_registrations.py").write_text(shapes)
+    for folder in ("torch", "torch/distributed"):
+        (tmp_path / folder / "__init__.py").touch()
+    environ = {"PYTHONPATH": f"{HOOK}:{tmp_path}", **variables}
+    command = [sys.executable, *argv]
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout.strip(), done.stderr) == (expected, "")

@@ -61,7 +61,8 @@ def prepare() -> None:
             rank_proxy.start(ancestors_of(os.getpid()))
         become_rank(ancestors_of(os.getpid()))
         watch_rank()
-    else:  # torchrun, with --start-method=fork
+    else:  # torchrun, perhaps with --start-method=fork
+        quick_imports.in_torchrun()
         os.register_at_fork(after_in_child=lambda: become_rank(ancestors_of(os.getpid())))
 
 
