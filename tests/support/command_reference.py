@@ -13,8 +13,8 @@ EXIT_STATUSES = {
         "done; the runs that were waited for have succeeded, or `check` has found nothing"
     ),
     exit_status.FAILED: (
-        "a run has not succeeded, a check has found something, `supervisor` shows one of another "
-        "version, or the scheduler refused or did not answer"
+        "a run has not succeeded, or cannot do what you ask of it; a check has found something; "
+        "`supervisor` shows one of another version; the scheduler refused or did not answer"
     ),
     exit_status.UNUSABLE: (
         "a file, an option or the name of a run cannot be used; errors in a file are shown together"
@@ -81,8 +81,8 @@ def _exit_statuses() -> list[str]:
     ]
     return [
         "## Exit statuses",
-        "Every command exits with one of these. The Python API raises exceptions for the same "
-        "errors: `ToolkitError` is the base class of all errors that you can fix.",
+        "A command that no signal ends exits with one of these. The Python API raises exceptions "
+        "for the same errors: `ToolkitError` is the base class of all errors that you can fix.",
         "\n".join(["| status | means | raised from Python |", "|---|---|---|", *rows]),
         "`python -m train` and the rendered scripts use [other exit "
         "statuses](run-directory.md#exit-status).",

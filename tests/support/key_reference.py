@@ -21,10 +21,10 @@ from toolkit.job.types import FrozenModel
 EXAMPLES = Path(__file__).parents[1] / "data/reference"
 
 INTRODUCTION = (
-    "What a key changes is shown by its example: the lines of the batch script and of the "
+    "What a key changes is shown by its example: at most six lines of the batch script and of the "
     "Kubernetes manifest that are there because of it (`…` stands for a checksum or for more "
-    "lines). A key without such lines is for the toolkit itself, or changes the text as a whole. "
-    "Written by `make golden`, from the docstrings and from rendered examples."
+    "lines). A key without such lines holds other keys, is for the toolkit itself, or changes the "
+    "text as a whole. Written by `make golden`, from the docstrings and from rendered examples."
 )
 
 LINES = 6

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     "--example",
     "job",
     metavar="NAME",
-    help="Train with the toolkit's own code: digits, chars, fashion-mnist, shuttle or sweep.",
+    help="Train with the toolkit's own code, without a script: digits, chars, fashion-mnist, "
+    "shuttle or sweep.",
 )
 def new(folder: Path, job: str | None) -> None:
     """Write a project into a new folder: a job file, a script to start from, profiles.
@@ -48,7 +49,12 @@ def new(folder: Path, job: str | None) -> None:
     type=click.Choice(["slurm", "kubernetes", "local"]),
     help="The scheduler; by default Slurm if it is found here, else Kubernetes, else this machine.",
 )
-@click.option("--name", metavar="NAME", help="The profile's name; by default that of the cluster.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="The profile's name; by default that of the cluster, of the kubeconfig's context, or "
+    "`local`.",
+)
 @click.option(
     "--output",
     "-o",
@@ -85,7 +91,12 @@ def init(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @SET
-@click.option("--to", multiple=True, metavar="PROFILE", help="Also check that it works there.")
+@click.option(
+    "--to",
+    multiple=True,
+    metavar="PROFILE",
+    help="Also check that it works there; without it, the default profile counts, if there is one.",
+)
 @click.option("--server", is_flag=True, help="Also query the site or cluster; submits nothing.")
 @click.option(
     "--schemas",
@@ -112,10 +123,11 @@ def check(
     """List errors in job files, or in your own scripts or manifests.
 
     A script is a batch script, or a training script in Python (FILE.py), which is not executed. In
-    a folder, all such files below it are checked.
+    a folder, all such files below it are checked, except in hidden folders and virtual
+    environments.
 
-    Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem, 2 if a file
-    cannot be read or is not a job.
+    Exit status 0 if nothing is wrong, 1 if a rule or the site reports a problem or the site does
+    not answer, 2 if a file or the profile cannot be used.
     """
     with shown_meanwhile(f"checking {files[0]}"):
         from toolkit import checks

@@ -125,7 +125,8 @@ def status(names: tuple[str, ...], trust: bool, as_json: bool, watch: bool) -> N
 def top(last: int, job: str | None) -> None:
     """Show the active runs, a line each, and keep the display up to date until Ctrl-C.
 
-    All runs of a Slurm cluster take one query. Without a terminal, the lines are shown once.
+    A run that ends meanwhile stays. All runs of a Slurm cluster take one query. Without a terminal,
+    the lines are shown once.
     """
     from toolkit.cli import screen
 
@@ -247,7 +248,7 @@ def stacks(run: str, trust: bool, as_json: bool) -> None:
     """Show the stacks and last collectives of a running run's ranks.
 
     Ranks at the same place are shown together, the smallest group first: the rank that blocks the
-    others is at a different place.
+    others is mostly at a different place.
     """
     found = toolkit.open_run(run, trust=trust).stacks()
     if as_json:
@@ -263,7 +264,7 @@ def stacks(run: str, trust: bool, as_json: bool) -> None:
 def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     """Show how runs spent their time: productive steps, and everything else.
 
-    Goodput is the share of the time since the submission spent on steps that were not lost.
+    Goodput is the share of a run's time, from the submission on, spent on steps that were not lost.
     """
     from toolkit.cli import operation_line
     from toolkit.cli.summary import goodput_lines
@@ -288,7 +289,8 @@ def goodput(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     "target",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The file to write; by default the run's name with .html, or report.html. - prints it.",
+    help="The file to write; by default the run's name with .html, for several runs report.html. "
+    "- prints it.",
 )
 def report(names: tuple[str, ...], trust: bool, target: Path | None) -> None:
     """Write a page about runs: curves, timeline, goodput, failures, provenance.

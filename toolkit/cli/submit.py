@@ -91,8 +91,8 @@ def resubmit(run: str, chain: int, follow: bool, trust: bool) -> None:
     """Continue a run that has ended; of a sweep, the points that did not succeed.
 
     The same script or manifest continues in the same run directory, from the newest checkpoint: on
-    Slurm, and on Kubernetes with a `runs_claim`. On this machine, the error gives the command to
-    continue by hand.
+    Slurm and, except for functions, on Kubernetes with a `runs_claim`. On this machine, the error
+    gives the command to continue by hand.
     """
     from toolkit.cli import operation_line
 

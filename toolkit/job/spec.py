@@ -30,7 +30,7 @@ class NodeRange(FrozenModel):
     """With fewer, torchrun waits ten minutes for another node; then the attempt has failed."""
 
     max: types.PositiveInt
-    """The job starts with as many as are free; others join later."""
+    """The job starts with as many as are free, and others join later; this machine starts all."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -48,8 +48,8 @@ class Resources(FrozenModel):
         Annotated[types.PositiveInt, Tag("[count]")] | Annotated[NodeRange, Tag("[range]")],
         Discriminator(lambda v: "[range]" if isinstance(v, dict | NodeRange) else "[count]"),
     ] = 1
-    """Nodes; one torchrun starts on each. `{min: 2, max: 4}` continues when nodes are lost. See
-    [elasticity](../how-to/elasticity.md)."""
+    """Nodes, on Kubernetes pods; one torchrun starts on each. `{min: 2, max: 4}` continues when
+    nodes are lost. See [elasticity](../how-to/elasticity.md)."""
 
     nproc_per_node: types.PositiveInt = 1
     """Workers that torchrun starts on each node, usually one per GPU."""
@@ -89,15 +89,16 @@ class Resources(FrozenModel):
 
 
 class Stop(FrozenModel):
-    """How a run is stopped: by walltime, preemption, a drained node, or you."""
+    """How a run is stopped: by walltime, preemption, `kubectl drain`, or you."""
 
     grace_s: types.Duration = Field(default=60, alias="grace", json_schema_extra={"default": "60s"})
-    """How long a checkpoint may take, between the warning and the kill."""
+    """How long a checkpoint may take, between the warning and the kill. On Slurm, `scancel` and a
+    preemption without GraceTime leave KillWait instead."""
 
     protect_children: bool = True
     """A rank's child processes that are Python, such as the workers of a DataLoader, keep the
-    signal of the stop until their rank has ended, so that the rank can end well. With `false`
-    they die of it at once, and torch raises an error in the rank."""
+    signal of the stop until their rank has ended, so that the rank can end well. With `false`, the
+    workers of a DataLoader die of it at once, and torch raises an error in the rank."""
 
 
 class Retries(FrozenModel):
@@ -108,7 +109,8 @@ class Retries(FrozenModel):
 
     requeue: types.NaturalInt = 0
     """New attempts after failures that may pass: a lost node, a killed rank. On Slurm on the same
-    nodes where all are well and their number is fixed, else through the queue.
+    nodes where all are well and their number is fixed; else, and after such an attempt without a
+    new step, through the queue.
 
     Attempts after a preemption, the time limit, or an operator's requeue are not counted, but on
     Slurm, on this machine and for a PyTorchJob 0 also forbids them, except in a
@@ -119,11 +121,12 @@ class Retries(FrozenModel):
     preemptions: types.NaturalInt | None = None
     """New attempts after a preemption, the time limit, or an operator's requeue; by default any
     number, as long as `no_progress` allows. On Kubernetes with a `runs_claim`, how often each pod
-    of a Job or JobSet is replaced beyond `requeue`: 4 times by default."""
+    of a Job or JobSet is replaced beyond `requeue`: 4 times by default; for other pods, the key has
+    no effect."""
 
     no_progress: types.PositiveInt = 3
-    """The run ends after this many attempts in a row without a new step in `outcome.json`. Pods
-    count their own starts."""
+    """The run ends after this many attempts in a row without a new step in `outcome.json`; a run
+    without this file has no such limit. Pods count their own starts."""
 
 
 class Notify(FrozenModel):
@@ -134,18 +137,18 @@ class Notify(FrozenModel):
     ] = ("end", "failure")
     """Which events: `end`, the run has ended, well or not; `failure`, an attempt has failed, also
     if another one follows; `requeue`, an attempt has ended and another one follows; `stall`, [the
-    ranks hang](../how-to/hangs.md). Pods that start again notify nobody."""
+    ranks hang](../how-to/hangs.md). Pods that start again or were stopped send only `stall`."""
 
     webhook: types.Webhook | None = None
     """An address that takes the notification as JSON by POST, or `$NAME` if it is a secret: the
     variable NAME under the job's `secrets`."""
 
     webhook_file: types.SecretFile | None = None
-    """A file that holds the address, where the script runs."""
+    """A file that holds the address, where the supervisor runs."""
 
     command: types.ShellLine | None = None
     """A command of the shell that reads the JSON from its standard input; the text is also in
-    `$NOTIFY_TEXT`. It is ended after ten seconds."""
+    `$NOTIFY_TEXT`. Its shell is killed after ten seconds."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -216,16 +219,18 @@ WISHES = ("ok", "any", "fail")
 
 
 class Dependency(FrozenModel):
-    """A run to wait for, by its URI, name or run directory, under one of the three keys."""
+    """A run or sweep point to wait for, by URI, name or run directory, under one of three keys."""
 
     ok: Text | None = None
-    """The run must succeed; if it fails, this job is cancelled. A run without a key means this."""
+    """The run must succeed. If it ends in another way, Slurm cancels this job; if it has already
+    ended so, this job is refused. A run without a key means this."""
 
     any: Text | None = None
     """The run must end."""
 
     fail: Text | None = None
-    """The run must fail; if it succeeds, this job is cancelled."""
+    """The run must fail. If it succeeds, Slurm cancels this job; if it has already succeeded, this
+    job is refused."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:
@@ -268,8 +273,9 @@ class JobSpec(FrozenModel):
     """The Python module that every worker runs, as after `python -m`."""
 
     script: types.Program | None = None
-    """The Python file that every worker runs; a relative path is below the submit folder. If it is
-    `$TRAIN_RUN_DIR/FILE`, in the run directory, torchrun forks the workers from itself."""
+    """The Python file that every worker runs; a relative path is below the working directory
+    (`workdir`). If it is `$TRAIN_RUN_DIR/FILE`, in the run directory, torchrun forks the workers
+    from itself."""
 
     command: (
         Annotated[
@@ -283,8 +289,8 @@ class JobSpec(FrozenModel):
 
     args: tuple[types.Argument, ...] = ()
     """Arguments of the module, script or command. Numbers count as they are written.
-    `$TRAIN_RUN_DIR` and `$TRAIN_ATTEMPT` are replaced; other `$NAME` reach the program as they
-    are."""
+    `$TRAIN_RUN_DIR` and `$TRAIN_ATTEMPT` are replaced, and by torchrun `$local_rank`; other `$NAME`
+    reach the program as they are."""
 
     image: types.Image | None = None
     """The container image, if the profile runs containers."""
@@ -297,8 +303,9 @@ class JobSpec(FrozenModel):
     """The resources that the job needs."""
 
     time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
-    """How long the job may run, like `4h`; by default Slurm decides, and elsewhere there is no
-    limit."""
+    """How long the job may run, like `4h`: on Slurm after each start from the queue, on this
+    machine in each attempt, on Kubernetes in all. By default Slurm decides, and elsewhere there is
+    no limit."""
 
     env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every worker."""
@@ -316,12 +323,13 @@ class JobSpec(FrozenModel):
 
     stall_timeout_s: types.Limit | None = Field(default=None, alias="stall_timeout")
     """A run without a step for so long, like `10m`, is [stalled](../how-to/hangs.md): the ranks
-    that keep the others waiting are named and killed, which is a failure as `retries` counts them.
-    While a rank [computes](../how-to/hangs.md#a-rank-that-computes), none is killed for ten times
-    as long, and at least an hour. In a script that writes no `metrics.jsonl`, output counts as a
-    step. By default, a job on this machine, or with `retries`, `log_pattern` or notifications of
-    stalls, learns the time from the run's own steps, and a stall is only reported; other jobs have
-    no watchdog, as with `never`."""
+    that keep the others waiting, or else rank 0, are named and killed, which is a failure as
+    `retries` counts them. While a rank [computes](../how-to/hangs.md#a-rank-that-computes), none
+    is killed for ten times as long, and at least an hour. With a time given, output counts as a
+    step in a script that writes no `metrics.jsonl`. By default, a job on this machine, in a chain,
+    or with `retries.in_job`, `retries.requeue`, `log_pattern` or notifications of stalls, learns
+    the time from the run's own steps, and a stall is only reported; other jobs, and all with
+    `supervisor: none`, have no watchdog, as with `never`."""
 
     log_pattern: types.LogPattern | None = None
     """A regular expression of Python that finds `(?P<step>…)` and other figures, like
@@ -355,7 +363,7 @@ class JobSpec(FrozenModel):
     """Many runs of this job with different arguments or variables."""
 
     after: After = ()
-    """Runs on the same cluster to wait for; on Slurm. A name alone means: it must succeed."""
+    """Runs on the same cluster to wait for; on Slurm. A run without a key must succeed."""
 
     @classmethod
     def contradictions(cls, given: Mapping[str, Any]) -> list[str]:

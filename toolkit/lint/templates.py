@@ -7,7 +7,8 @@ from toolkit.text.manifests import Stream, View
 
 SCRIPT_TEMPLATE = Rule(
     id="script-template",
-    finds="a script template: `{{ … }}`, `{% … %}` or `{NAME}` in an `#SBATCH` line",
+    finds="a script template: `{{ … }}`, `{% … %}` or `{NAME}` in an `#SBATCH` line, or a line "
+    "that begins with `{% … %}`",
     reason="The values are known only after rendering; nothing else is checked.",
     fix="render it first, and check what comes out: RENDER … | toolkit check -",
 )

@@ -59,7 +59,7 @@ class SiteProfile(FrozenModel):
     """Environment variables of every job; the job's own take precedence."""
 
     network_interface: types.Word | None = None
-    """The network interface for NCCL and gloo, like `ib0`; by default NCCL and gloo choose."""
+    """The network interface for sockets of NCCL and gloo, like `ib0`; by default they choose."""
 
     price: Price | None = None
     """The price of computing at this site; `toolkit goodput` then also shows costs."""

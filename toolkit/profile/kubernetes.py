@@ -113,7 +113,7 @@ class Topology(FrozenModel):
     """The label with a node's location, like `topology.kubernetes.io/zone`."""
 
     required: types.Flag = False
-    """Whether the run waits for nodes with the same value, instead of taking any."""
+    """Whether the run waits until nodes with the same value are free, instead of taking others."""
 
 
 class KubernetesProfile(SiteProfile):
@@ -133,7 +133,7 @@ class KubernetesProfile(SiteProfile):
     """The context of the kubeconfig; by default the current one."""
 
     master: types.Flag = False
-    """Whether a PyTorchJob has a Master besides its workers, as the tools of older clusters expect.
+    """Whether the first pod of a PyTorchJob is a Master, as the tools of older clusters expect.
     The operator then gives the workers an init container that Pod Security `restricted` refuses."""
 
     training_runtime: types.SecretName = "torch-deploy-toolkit"
@@ -163,9 +163,9 @@ class KubernetesProfile(SiteProfile):
 
     capabilities: tuple[Capability, ...] = ()
     """Capabilities added to the container, like `IPC_LOCK` for RDMA. A process gets them only as
-    root, so they need `run_as_user: 0`; most of them violate Pod Security `baseline`, and all but
-    one `restricted`. As another user, RDMA needs `LimitMEMLOCK=infinity` for the nodes' container
-    runtime instead."""
+    root, so they need `run_as_user: 0`, and `pod_security: privileged`, since Pod Security
+    `baseline` refuses most of them. As another user, RDMA needs `LimitMEMLOCK=infinity` for the
+    nodes' container runtime instead."""
 
     host_network: types.Flag = False
     """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
@@ -176,17 +176,17 @@ class KubernetesProfile(SiteProfile):
     """Whether each run has a NetworkPolicy, for networks that enforce it: it lets the run's pods
     reach only each other, DNS and the networks under `egress`, and lets nothing else reach them.
     Policies of the namespace apply as well, and policies add up: with `training-pods` of
-    `k8s/base`, all training pods reach each other in any case. No policy holds for pods with
-    `host_network`."""
+    `k8s/base`, all training pods reach each other in any case. Most network plugins apply no policy
+    to pods with `host_network`."""
 
     egress: tuple[Network, ...] = ()
     """More networks that the pods of a run may reach, like `0.0.0.0/0` for everything outside. The
     addresses at which most clouds hand out credentials (169.254.0.0/16 and fd00:ec2::/32) are
-    always excluded, except a node's DNS cache."""
+    excluded, except a node's DNS cache."""
 
     service: types.SecretName | None = None
     """The namespace's headless Service that gives the pods of a Job their names, as in `k8s/base`.
-    Without it, each run creates its own."""
+    Without it, each Job creates its own."""
 
     gpu_resource: ResourceName = "nvidia.com/gpu"
     """The name of the GPU resource."""
@@ -218,7 +218,8 @@ class KubernetesProfile(SiteProfile):
     """The PriorityClass of the pods."""
 
     service_account: types.SecretName | None = None
-    """The ServiceAccount of the pods; its token is not mounted."""
+    """The ServiceAccount of the pods; its token is not mounted, unless the `training_runtime` of a
+    TrainJob mounts it."""
 
     image_pull_secrets: tuple[types.SecretName, ...] = ()
     """Secrets that hold the registry's credentials."""
@@ -244,7 +245,7 @@ class KubernetesProfile(SiteProfile):
     it."""
 
     supervisor: types.SupervisorPlace = "carried"
-    """Where pods find the supervisor, their first process, which needs Python 3.8 in the image:
+    """Where pods find the supervisor, which needs Python 3.8 with the module bz2 in the image:
     `carried` in a ConfigMap of the run, `installed` with the toolkit in the image, or the path of
     its file in the image or on a volume."""
 

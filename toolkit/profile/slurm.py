@@ -15,7 +15,7 @@ REMOTE_DIR = "~/torch-deploy-toolkit"
 
 
 class Switches(FrozenModel):
-    """How many leaf switches a job may span, if the site has a topology plugin."""
+    """How many leaf switches a job may span, if the site has a tree topology (topology/tree)."""
 
     count: types.PositiveInt
     """The most switches; with 1, all nodes are below one switch."""
@@ -40,8 +40,8 @@ class SlurmProfile(SiteProfile):
     [from a laptop](../how-to/laptop.md)."""
 
     remote_dir: types.HomePath = REMOTE_DIR
-    """With `via`: the folder on the login node that relative paths of this profile start from; all
-    nodes share it."""
+    """With `via`: the folder on the login node below which a relative `runs_dir`, `venv` or pixi
+    project lies; all nodes share it."""
 
     code_limit_bytes: types.Size | None = Field(default=None, alias="code_limit")
     """With `via`: the most code that is copied there; 1GiB by default."""
@@ -69,15 +69,15 @@ class SlurmProfile(SiteProfile):
     `--mem`. The job's memory per node is then divided by its CPUs, and rounded up."""
 
     switches: Switches | None = None
-    """How close to each other the nodes must be, since gradients cross every switch in between."""
+    """How close to each other the nodes must be: gradients cross the switches between them."""
 
     exclusive: types.Flag = False
     """Whether a job has its nodes to itself on a site that shares them; other jobs on a node take
     memory bandwidth and network. Variants like `user` go under `sbatch`."""
 
     licenses: tuple[types.Word, ...] = ()
-    """Licenses that every job takes, like `matlab:1` or `fs_scratch@db`; sites use them to count
-    software and file systems."""
+    """Licenses of each job, like `matlab:1` or `fs_scratch@db`, unless the job's `sbatch` sets
+    `licenses`; sites use them to count software and file systems."""
 
     slurm_version: (
         Annotated[Text, *matching(r"[0-9]{2}\.[0-9]{2}(\.[0-9]+)?", 'write it like "23.02"')] | None
@@ -93,7 +93,7 @@ class SlurmProfile(SiteProfile):
     """More options of sbatch for every job, by their long names; a job's own take precedence."""
 
     runtime: Literal["bare", "pyxis", "apptainer", "podman"] = "bare"
-    """How workers run: `bare` with the profile's modules and venv, the others in the job's `image`.
+    """How workers run: `bare` with `venv` or `environment`, the others in the job's `image`.
     See [containers](../how-to/containers.md)."""
 
     container_options: tuple[Text, ...] = ()
@@ -126,7 +126,7 @@ class SlurmProfile(SiteProfile):
     environment: types.Environment | None = None
     """Instead of `venv`, the environment of another manager to activate: `conda:NAME`,
     `conda:/PATH`, the same with `mamba` and `micromamba`, `pixi:/PATH` or `pixi:/PATH#NAME`. The
-    manager must be in PATH on the nodes, by `modules`, `prolog` or the shell that submits."""
+    manager must be in PATH on the first node, by `modules`, `prolog` or the shell that submits."""
 
     supervisor: types.SupervisorOrNone = "carried"
     """Where scripts and nodes find the supervisor, which starts and watches torchrun: `carried` in

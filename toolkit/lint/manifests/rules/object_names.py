@@ -80,7 +80,7 @@ def _object_name(manifest: Manifest) -> Iterator[Violation[View]]:
     "pod-name-too-long",
     finds="a name that is too long for the pod names derived from it",
     reason="NAME-worker-12, NAME-node-0-12-abcde and NAME-12 are host names, of 63 characters at "
-    "most: the webhook refuses the object, or no pod is made (Training Operator 1.9, JobSet 0.12).",
+    "most: the object is refused, or no pod is made (Training Operator 1.9, JobSet 0.12).",
     fix="shorten the name of the object, or of the replicated job",
 )
 def _pod_names(stream: Stream) -> Iterator[Violation[View]]:
@@ -180,7 +180,7 @@ def _twice(
 @MANIFESTS.rule(
     "object-duplicate",
     finds="an object defined twice in a file",
-    reason="The second one overwrites the first.",
+    reason="With kubectl apply, the second one overwrites the first; kubectl create refuses it.",
     fix="leave one out, or give it another name",
 )
 def _objects(stream: Stream) -> Iterator[Violation[View]]:

@@ -99,8 +99,8 @@ def _backoff(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "clean-pod-policy",
     finds="a PyTorchJob with cleanPodPolicy: None, which is its default",
-    reason="After the job fails, the remaining pods keep crashing and restarting, and keep their "
-    "GPUs (Training Operator 1.9).",
+    reason="After the job fails, the remaining pods stay: they run on, or crash and restart, and "
+    "keep their GPUs (Training Operator 1.9).",
     fix="write runPolicy: {cleanPodPolicy: Running}",
 )
 def _clean(stream: Stream) -> Iterator[Violation[View]]:
@@ -197,7 +197,7 @@ def _unreachable(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "job-peers-hang",
     finds="an Indexed Job with torchrun in several pods that continues after one pod fails",
-    reason="Nothing restarts the other pods: they wait for the lost pod until the deadline "
+    reason="Nothing restarts the other pods: they may wait for the lost pod until the deadline "
     "(Kubernetes 1.34).",
     fix="write backoffLimitPerIndex: N and maxFailedIndexes: 0; or use a JobSet",
 )

@@ -18,8 +18,9 @@ _PLAIN_CAPABILITIES = frozenset(
     "pod-security",
     finds="pods that Pod Security refuses, at the known level of the namespace, or else at "
     "`restricted`",
-    reason="The object is accepted, but its pods are not created: only events report it "
-    "(FailedCreate), and status stays empty (Kubernetes 1.34).",
+    reason="A Pod is refused. A workload is accepted, but its pods are not created: only events "
+    "report it (FailedCreate, of a PyTorchJob FailedCreatePod), and status stays empty (Kubernetes "
+    "1.34).",
     fix="write it as `restricted` wants it, or check against the level of the namespace",
 )
 def _levels(stream: Stream) -> Iterator[Violation[View]]:
@@ -123,7 +124,7 @@ def _lacking(pods: Pods) -> list[str]:
 @MANIFESTS.rule(
     "host-path",
     finds="a folder of the node mounted into a pod",
-    reason="Pods see the node's files, which differ from node to node. Pod Security refuses it "
+    reason="Pods see the node's files, which may differ from node to node. Pod Security refuses it "
     "except at `privileged`.",
     fix="use a PersistentVolumeClaim",
 )

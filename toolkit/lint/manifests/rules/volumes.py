@@ -71,7 +71,8 @@ def _tags(stream: Stream) -> Iterator[Violation[View]]:
 
 @MANIFESTS.rule(
     "port-invalid",
-    finds="a port outside of 1 to 65535, or with an invalid name, or one of several without a name",
+    finds="a port outside of 1 to 65535, or with an invalid name, or one of several of a Service "
+    "without a name",
     reason="The server refuses it; a container's names of ports have at most 15 small letters, "
     "digits and '-', a Service's 63.",
     fix="write a number from 1 to 65535, and a valid name",
@@ -168,7 +169,8 @@ def _unused(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "volume-source",
     finds="a volume with no source, or with two",
-    reason="The server refuses the pod.",
+    reason="With two, the server refuses the pod. With none, the volume is an emptyDir, which is "
+    "lost with the pod.",
     fix="write one of emptyDir, persistentVolumeClaim, configMap, secret …",
 )
 def _sources(stream: Stream) -> Iterator[Violation[View]]:

@@ -58,7 +58,7 @@ _TYPO = 0.8
 
 @SCRIPTS.rule(
     "directive-unknown",
-    finds="an option that sbatch does not have, or a word that is none",
+    finds="an option that sbatch does not have, one without its value, or a word that is none",
     reason="sbatch refuses the script, or another version of it does; options of a plug-in (SPANK) "
     "are taken where the site has it, as `plugin_options` of a profile or `--server` tell.",
     fix="write its name as in sbatch(1)",
@@ -100,8 +100,8 @@ def _unknown(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "directive-variable",
     finds="a shell variable in an `#SBATCH` line",
-    reason="No shell reads these lines. In a path, `$HOME` is the name of a folder, which Slurm "
-    "does not make: the job fails at its launch, without a log.",
+    reason="No shell reads these lines. In the path of a log, `$HOME` is the name of a folder, "
+    "which Slurm does not make: the job fails at its launch, without a log.",
     fix="write the value out, or give the option to sbatch on its command line",
 )
 def _variable(script: BatchScript) -> Iterator[Violation[int]]:
@@ -212,8 +212,9 @@ def _exports(script: BatchScript) -> list[Option]:
 
 @SCRIPTS.rule(
     "export-none",
-    finds="`--export=NONE` with an srun that does not take it back",
-    reason="srun inherits it (SLURM_EXPORT_ENV), and its programs lose even PATH.",
+    finds="`srun --export=NONE`, or `--export=NONE` of sbatch with an srun that does not take it "
+    "back",
+    reason="srun inherits that of sbatch (SLURM_EXPORT_ENV), and its programs lose even PATH.",
     fix="write srun --export=ALL",
 )
 def _none(script: BatchScript) -> Iterator[Violation[int]]:

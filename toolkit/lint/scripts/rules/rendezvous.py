@@ -36,7 +36,7 @@ def _backend(script: BatchScript, run: Torchrun) -> str:
 
 @SCRIPTS.rule(
     "fixed-port",
-    finds="a rendezvous port that is the same for every job",
+    finds="in a job that may share its nodes: a rendezvous port that is the same for every job",
     reason="Two jobs on one node, or leftover processes of one, use the same port: the second job "
     "fails, or joins the first.",
     fix="compute it from the job id: port=$((61000 + SLURM_JOB_ID % 4000))",
@@ -191,7 +191,7 @@ def _address(script: BatchScript) -> Iterator[Violation[int]]:
     "head-pipe",
     finds="`scontrol … | head` under pipefail",
     reason="head closes the pipe after one line; scontrol may die by SIGPIPE then, more likely the "
-    "more nodes there are, and `set -e` ends the script.",
+    "more nodes there are, and with `set -e` the script ends.",
     fix="write hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\") and head=${hosts%%$'\\n'*}",
 )
 def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
@@ -210,7 +210,7 @@ def _pipe(script: BatchScript) -> Iterator[Violation[int]]:
     finds="c10d without a rendezvous id, with the same id for every job, or with another id on "
     "each node",
     reason="Processes with the same id and endpoint belong to the same run: leftover processes of "
-    "an attempt join the next one.",
+    "an attempt can join the next one. Nodes with different ids do not meet.",
     fix='give torchrun --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
 )
 def _id(script: BatchScript) -> Iterator[Violation[int]]:
@@ -350,7 +350,7 @@ def _one_element(script: BatchScript) -> Iterator[Violation[int]]:
     "nnodes-mismatch",
     finds="torchrun's number of nodes differs from the job's",
     reason="If it is larger, torchrun waits for nodes that never arrive; if it is smaller, some "
-    "nodes stay unused.",
+    "nodes do not train with the others.",
     fix='write --nnodes="$SLURM_JOB_NUM_NODES"',
 )
 def _nnodes(script: BatchScript) -> Iterator[Violation[int]]:

@@ -41,7 +41,7 @@ def _traps(script: BatchScript, signal: str) -> list[Trap]:
     finds="a warning by `--signal` that nothing in the script answers",
     reason="An unanswered signal ends the batch script, and with it the job, that much earlier; a "
     "trap that the signal does not reach never runs.",
-    fix="with B:, add trap '…' USR1 and wait for srun in the background; else leave --signal out",
+    fix="write B: and trap '…' USR1, and wait for srun in the background; or leave --signal out",
 )
 def _unhandled(script: BatchScript) -> Iterator[Violation[int]]:
     warning = _warning(script)

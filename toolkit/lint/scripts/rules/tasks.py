@@ -29,7 +29,7 @@ _WITHOUT_CPUS = ((22, 5), (23, 2))
     reason="In these two versions srun does not inherit it: each task counts one CPU, and is bound "
     "to it where the site binds tasks.",
     fix="add export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK above, and give srun a number of tasks "
-    "(--ntasks-per-node) if sbatch has none: else it starts as many as fit",
+    "(--ntasks-per-node) if sbatch has none: without one, it starts as many as fit",
 )
 def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
     cpus, slurm = script.value("cpus-per-task"), script.site.slurm
@@ -48,10 +48,10 @@ def _cpus(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "several-torchruns",
     finds="a step that may start several torchruns on a node",
-    reason="Each of them starts workers for all GPUs of the node. Where srun has --cpus-per-task "
-    "and no number of tasks, it starts as many tasks as the node has CPUs for; since Slurm 23.11 "
-    "it has that of sbatch.",
-    fix="give srun --ntasks-per-node=1; torchrun itself starts a worker per GPU",
+    reason="Each of them starts --nproc-per-node workers, with local ranks from 0, so ranks share "
+    "GPUs. Where srun has --cpus-per-task and no number of tasks, it starts as many tasks as the "
+    "job has CPUs for; since Slurm 23.11 it has that of sbatch.",
+    fix="give srun --ntasks-per-node=1; torchrun starts the workers (--nproc-per-node)",
 )
 def _several(script: BatchScript) -> Iterator[Violation[int]]:
     for step in script.starts:
@@ -118,8 +118,8 @@ _INHERITS_AGAIN = (23, 11)
     "kill-on-bad-exit",
     finds="an srun that starts torchrun on several nodes, or ranks by itself, without "
     "`--kill-on-bad-exit`",
-    reason="When the torchrun of a node, or a rank, fails, the others wait for it, until a timeout "
-    "or the time limit, unless the site sets KillOnBadExit (default: 0).",
+    reason="When the torchrun of a node, or a rank, fails, the others may wait for it, until a "
+    "timeout or the time limit, unless the site sets KillOnBadExit (default: 0).",
     fix="give srun --kill-on-bad-exit=1",
 )
 def _bad_exit(script: BatchScript) -> Iterator[Violation[int]]:
@@ -170,7 +170,8 @@ def _wait(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "srun-overlap",
     finds="a second srun while one runs in the background, without `--overlap`",
-    reason="A step has its CPUs to itself: the second one waits until the first has ended.",
+    reason="By default a step takes all of the job's CPUs on its nodes for itself: the second one "
+    "waits until the first has ended.",
     fix="give the smaller of them --overlap",
 )
 def _overlap(script: BatchScript) -> Iterator[Violation[int]]:

@@ -70,8 +70,8 @@ def _unpickles(script: TrainingScript) -> Iterator[Violation[int]]:
 @TRAINING.rule(
     "load-onto-one-gpu",
     finds="a checkpoint that all ranks load onto the GPU that saved it",
-    reason="Tensors return to the device that saved them: every rank of a node uses memory of GPU "
-    "0, which may run out.",
+    reason="Tensors return to the device that saved them: every rank of a node uses memory of the "
+    "same GPU, which may run out.",
     fix='write torch.load(path, map_location="cpu"), or the rank\'s own device',
 )
 def _same_gpu(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -64,8 +64,8 @@ def _parameters_of(given: ast.expr | None) -> str:
     "batchnorm-not-converted",
     finds="BatchNorm in a model under DistributedDataParallel that each rank computes alone",
     reason="DistributedDataParallel converts nothing: each rank normalises by its own share of "
-    "the batch, and only rank 0's running statistics survive. With few samples per rank "
-    "the model becomes another one.",
+    "the batch, and by default only rank 0's running statistics survive. With few samples per "
+    "rank the model becomes another one.",
     fix="write model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before "
     "DistributedDataParallel, or # toolkit: allow batchnorm-not-converted if shares of "
     "the batch are large",
@@ -80,8 +80,9 @@ def _not_converted(script: TrainingScript) -> Iterator[Violation[int]]:
 @TRAINING.rule(
     "data-parallel",
     finds="nn.DataParallel",
-    reason="DataParallel is one process with a thread per GPU: Python's lock lets one thread run "
-    "at a time, the model is copied in each step, and the first GPU gathers all outputs.",
+    reason="DataParallel is one process with a thread per GPU: Python's lock lets one thread at a "
+    "time run Python code, the model is copied in each step, and the first GPU gathers all "
+    "outputs.",
     fix="start a process per GPU with torchrun and wrap the model in DistributedDataParallel",
 )
 def _one_process(script: TrainingScript) -> Iterator[Violation[int]]:

@@ -89,8 +89,8 @@ def _not_waited(script: TrainingScript) -> Iterator[Violation[int]]:
 @TRAINING.rule(
     "fixed-init-file",
     finds="a rendezvous file with a fixed name",
-    reason="A failed run leaves the file behind. The next run finds the previous ranks in it, and "
-    "may hang or fail.",
+    reason="A run that is killed leaves the file behind. The next run finds the previous ranks in "
+    "it, and may hang or fail.",
     fix='let torchrun tell the ranks where to meet: init_process_group("nccl") without init_method',
 )
 def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
@@ -107,7 +107,7 @@ def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
     "fixed-master-port",
     finds="a fixed rendezvous port",
     reason="Two runs on one node use the same port: the second one fails, or its ranks join the "
-    "first one.",
+    "first one. Remove the line under torchrun, too: by default, nobody would listen on its port.",
     fix="start the script with torchrun --standalone, which chooses a port and tells it to the "
     "ranks",
 )

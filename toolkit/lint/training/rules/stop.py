@@ -11,8 +11,8 @@ from toolkit.lint.training.script import TrainingScript, constant
     "stop-kills-workers",
     finds="DataLoader workers killed by the signal on which the script saves",
     reason="torchrun sends SIGTERM to every process of a rank, and so do some Slurm sites. The "
-    "signal kills the DataLoader workers, torch raises an error in the rank, and the checkpoint is "
-    "never written. The toolkit's supervisor prevents that (`stop.protect_children`).",
+    "signal kills the DataLoader workers, and torch raises an error in the rank, which may end "
+    "before it has saved. The toolkit's supervisor prevents that (`stop.protect_children`).",
     fix="give the loader a worker_init_fn that calls signal.signal(signal.SIGTERM, signal.SIG_IGN)",
 )
 def _workers_die(script: TrainingScript) -> Iterator[Violation[int]]:
