@@ -357,8 +357,9 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0",
     )
     own = start.each(2, *FLAGS, run_dir=tmp_path / "own", script="mixed.py")
-    for store in ([shared], own):
-        printed = "".join(run.finish(1).output() for run in store)
+    # torchrun's exit status, and those of the ranks.
+    for store, status in (([shared], 1), (own, 2)):
+        printed = "".join(run.finish(status).output() for run in store)
         outcome = store[0].outcome()
         assert (outcome["status"], outcome["rank"]) == ("fatal", None)
         assert outcome["reason"] == (
