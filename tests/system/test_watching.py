@@ -54,6 +54,32 @@ def started(tmp_path: Path, until: Until, name: str = "steps", **more: object) -
     return submitted
 
 
+FAILS_ONCE = """
+import os, pathlib, sys, time
+print("attempt", os.environ["TRAIN_ATTEMPT"], flush=True)
+if os.environ["TRAIN_ATTEMPT"] == "0":
+    sys.exit(3)
+end_s = time.monotonic() + 100
+while not pathlib.Path(os.environ["TRAIN_RUN_DIR"], "end").exists():
+    if time.monotonic() > end_s:
+        sys.exit(4)
+    time.sleep(0.05)
+"""
+
+
+def test_the_log_of_an_attempt_ends_as_the_next_one_begins(tmp_path: Path) -> None:
+    (script := tmp_path / "once.py").write_text(FAILS_ONCE)
+    env = {"PATH": short_torchrun.installed(tmp_path / "bin")}
+    job = {"name": "once", "script": str(script), "env": env, "retries": {"requeue": 1}}
+    profile = toolkit.LocalProfile(name="here", runs_dir=str(tmp_path / "runs"))
+    run = toolkit.submit(toolkit.JobSpec.model_validate(job), to=profile)
+    shown = "\n".join(run.logs(follow=True, attempt=0))
+    assert "attempt 0" in shown and "attempt 1" not in shown
+    assert run.status().state is toolkit.RunState.RUNNING
+    end(run)
+    assert run.wait(300, progress=False).state is toolkit.RunState.SUCCEEDED
+
+
 def end(run: toolkit.Run, status: int = 0) -> None:
     assert run.run_dir is not None
     draft = run.run_dir / "end.draft"

@@ -145,7 +145,7 @@ class FunctionJob(core.Job[R]):
         return DelayedSubmission(function, *args, **kwargs)
 
     def cancel(self, check: bool = True) -> None:
-        """Request a stop within `stop.grace`; a second call ends the whole job immediately."""
+        """Request a stop within `stop.grace`; on Slurm, a second call kills the job."""
         try:
             self.run.cancel()
         except LauncherError:

@@ -12,6 +12,12 @@ from toolkit.text.yaml_reader import Ambiguous
 Workload = Literal["PyTorchJob", "TrainJob", "JobSet", "Job"]
 """The kinds of objects that a job can become."""
 
+PLAIN_CAPABILITIES = frozenset(
+    {"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"}
+    | {"NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}
+)
+"""Capabilities that `baseline` allows (Pod Security Standards)."""
+
 _IMAGE_NAME = (
     r"([a-zA-Z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"

@@ -121,8 +121,8 @@ class Retries(FrozenModel):
     preemptions: types.NaturalInt | None = None
     """New attempts after a preemption, the time limit, or an operator's requeue; by default any
     number, as long as `no_progress` allows. On Kubernetes with a `runs_claim`, how often each pod
-    of a Job or JobSet is replaced beyond `requeue`: 4 times by default; for other pods, the key has
-    no effect."""
+    of a Job or JobSet is replaced beyond `requeue`: 4 times by default; for other pods, the key is
+    refused."""
 
     no_progress: types.PositiveInt = 3
     """The run ends after this many attempts in a row without a new step in `outcome.json`; a run

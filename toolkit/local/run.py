@@ -57,7 +57,9 @@ class LocalRun(Run):
             self.run_dir,
             view,
             lambda: self._spans(view),
-            ended=lambda: self._supervisor() is None,
+            ended=lambda: (
+                self._supervisor() is None or log_reader.is_followed(self.run_dir, view.attempt)
+            ),
         )
 
     def _spans(self, view: LogView) -> list[Span]:

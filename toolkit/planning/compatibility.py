@@ -52,8 +52,8 @@ def refusals(job: JobSpec, profile: Profile, *, run_name: str) -> Iterator[Probl
     if job.resources.elastic and not job.retries.in_job:
         yield refusal(
             "elastic-without-restarts",
-            "nnodes with min and max needs retries.in_job: without it, no rank starts again after "
-            "a node is lost or has come",
+            "nnodes with min and max needs retries.in_job: without it, the run ends with the "
+            "first node that is lost",
             *("resources", "nnodes"),
         )
     if job.resources.elastic and profile.kind == "slurm" and profile.gpus_flag == "gpus-per-task":

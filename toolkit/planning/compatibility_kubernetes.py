@@ -82,6 +82,14 @@ def kubernetes_problems(
             "has; leave out `master`, or write `workload: PyTorchJob`",
             *("kubernetes", "workload"),
         )
+    counted = kind in ("Job", "JobSet") and profile.runs_claim is not None
+    if (limit := job.retries.preemptions) is not None and not counted:
+        yield refusal(
+            "preemptions-uncounted",
+            f"retries.preemptions {limit}: on Kubernetes only pods of a Job or JobSet with "
+            "runs_claim have such a limit; leave it out: --set retries.preemptions=null",
+            *("retries", "preemptions"),
+        )
     if kind == "TrainJob":
         yield from _beyond_trainjob(job, profile)
     if job.image and not is_image_name(job.image):

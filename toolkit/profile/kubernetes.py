@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from toolkit.job import types
-from toolkit.job.kubernetes_options import Patch, Workload
+from toolkit.job.kubernetes_options import PLAIN_CAPABILITIES, Patch, Workload
 from toolkit.job.spec import Mount
 from toolkit.job.types import Checked, FrozenModel, Text, matching
 from toolkit.profile.base import SiteProfile
@@ -163,9 +163,9 @@ class KubernetesProfile(SiteProfile):
 
     capabilities: tuple[Capability, ...] = ()
     """Capabilities added to the container, like `IPC_LOCK` for RDMA. A process gets them only as
-    root, so they need `run_as_user: 0`, and `pod_security: privileged`, since Pod Security
-    `baseline` refuses most of them. As another user, RDMA needs `LimitMEMLOCK=infinity` for the
-    nodes' container runtime instead."""
+    root, so they need `run_as_user: 0`. Pod Security `baseline` allows thirteen, such as `CHOWN`;
+    others, such as `IPC_LOCK`, need `pod_security: privileged`. As another user, RDMA needs
+    `LimitMEMLOCK=infinity` for the nodes' container runtime instead."""
 
     host_network: types.Flag = False
     """Whether pods share their node's network, as some RDMA set-ups need; it violates Pod Security
@@ -269,9 +269,13 @@ class KubernetesProfile(SiteProfile):
             breaks("run_as_user 0", "restricted")
         if given.get("master"):
             breaks("master: the operator's init container, which runs as root,", "restricted")
-        for key in ("host_network", "capabilities"):
-            if given.get(key):
-                breaks(key, "restricted", "baseline")
+        if given.get("host_network"):
+            breaks("host_network", "restricted", "baseline")
+        added = [str(name) for name in given.get("capabilities") or ()]
+        if beyond := [name for name in added if name not in PLAIN_CAPABILITIES]:
+            breaks(f"capabilities: {', '.join(beyond)}", "restricted", "baseline")
+        elif set(added) - {"NET_BIND_SERVICE"}:
+            breaks("capabilities", "restricted")
         if given.get("capabilities") and given.get("run_as_user") != 0:
             problems.append(
                 "capabilities without run_as_user: 0: a process gets added capabilities only as "

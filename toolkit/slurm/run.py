@@ -280,8 +280,7 @@ class SlurmRun(Run):
         return run_dir / "logs" / "job.log"
 
     def _ended(self, view: LogView, on_status: Callable[[RunStatus], object]) -> bool:
-        run_dir, attempt = self.run_dir, view.attempt
-        if attempt is not None and run_dir and log_reader.attempt_folders(run_dir)[attempt + 1 :]:
+        if self.run_dir and log_reader.is_followed(self.run_dir, view.attempt):
             return True
         status = self.status()
         on_status(status)

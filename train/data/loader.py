@@ -183,16 +183,21 @@ class DatasetReader:
             ValueError: the samples differ in structure from the first ones.
         """
         first = samples[0]
+        owner = f"task {self._task!r}" if self._task else "the task"
         if self._form is None and not (isinstance(first, tuple | list) and len(first) == 2):
             shown = type(first).__name__
             if isinstance(first, Sized):
                 shown = f"{shown} of {len(first)}"
-            owner = f"task {self._task!r}" if self._task else "the task"
             raise UsageError(
                 f"{owner}: a sample of its data is a {shown}, but must be a pair (input, target); "
                 "several inputs are one dict, list or tuple in it"
             )
-        inputs, targets = default_collate(samples)
+        try:
+            inputs, targets = default_collate(samples)
+        except TypeError as error:
+            if self._form is not None:
+                raise
+            raise UsageError(f"{owner}: samples of its data make no batch: {error}") from error
         form = trees.form_of((inputs, targets))
         if self._form is None:
             trees.check(inputs, targets, task=self._task)

@@ -56,7 +56,7 @@ def before_training(
     if config.verify is False or not is_cut(config, parts.layout, parts.group.rank_info):
         return
     way = way_of(parts)
-    if step and parts.group.broadcast(way == _proved_way(directory)):
+    if step and parts.group.broadcast(way == _proved_way(directory, required=bool(config.verify))):
         return
     verdict = _verdict(parts)
     if verdict.problem:
@@ -94,11 +94,17 @@ def way_of(parts: Parts) -> dict[str, object]:
     }
 
 
-def _proved_way(directory: RunDirectory) -> object:
-    """Return the settings of the last recorded proof, if there is one."""
+def _proved_way(directory: RunDirectory, *, required: bool) -> object:
+    """Return the settings of the last recorded proof, if there is one.
+
+    Args:
+        directory: The run directory.
+        required: Whether a record that no proof was possible counts as none.
+    """
     with suppress(OSError, ValueError):
         record = json.loads((directory.path / RECORD).read_text(encoding="utf-8"))
-        return record.get("way") if isinstance(record, dict) else None
+        if isinstance(record, dict) and not (required and record.get("missing")):
+            return record.get("way")
     return None
 
 

@@ -225,9 +225,10 @@ def test_a_data_set_of_dicts_is_put_together_leaf_by_leaf(workers: int) -> None:
             f"inputs['note'][0][0] of its data is of type str; {trees.ONLY}: make a tensor of it, "
             "or leave it out",
         ),
+        ((1.0, None), "samples of its data make no batch: default_collate: batch must contain"),
         ((1.0, {}), f"targets of its data hold no tensor ({{}}); {trees.ONLY}, at least one"),
     ],
-    ids=["dict", "three", "tensor", "text", "empty"],
+    ids=["dict", "three", "tensor", "text", "none", "empty"],
 )
 def test_a_sample_that_is_no_pair_of_tensors_is_refused_by_its_part(
     sample: object, message: str

@@ -65,9 +65,11 @@ def test_a_missing_proof_is_said_and_refused_if_it_is_asked_for(tmp_path: Path) 
     missing = train(tmp_path / "a", "Shuffled", *CUT)
     assert missing.status == 0
     assert "no proof before training: the model or" in missing.output
-    forced = train(tmp_path / "b", "Shuffled", *CUT, "--verify")
-    assert forced.status == 2
-    assert "--verify: no proof is possible: the model or the loss draws random" in forced.output
+    # Also of a run that has begun without one.
+    for folder in ("b", "a"):
+        forced = train(tmp_path / folder, "Shuffled", *CUT, "--steps", "3", verify=("--verify",))
+        assert forced.status == 2
+        assert "--verify: no proof is possible: the model or the loss draws random" in forced.output
     unwanted = train(tmp_path / "c", "Normed", *CUT, "--no-verify")
     assert unwanted.status == 0 and "proof: " not in unwanted.output
 

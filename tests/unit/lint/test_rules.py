@@ -100,6 +100,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{KUBERNETES}master: true\npod_security: baseline\n",
         4,
     ),
+    "preemptions-uncounted": ("retries: {preemptions: 2}\n", KUBERNETES, 4),
     "sweep-elastic": (
         "sweep: {list: [{env.A: a}]}\nresources: {nnodes: {min: 1, max: 2}}\n"
         "retries: {in_job: 1}\n",

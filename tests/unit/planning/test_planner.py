@@ -274,8 +274,8 @@ def test_the_same_few_and_many_are_a_plain_number() -> None:
 @pytest.mark.parametrize(
     ("keys", "profile", "reason"),
     [
-        ({}, {}, "nnodes with min and max needs retries.in_job: without it, no rank starts again "
-         "after a node is lost or has come"),
+        ({}, {}, "nnodes with min and max needs retries.in_job: without it, the run ends with the "
+         "first node that is lost"),
         ({"retries": {"in_job": 1}}, {"gpus_flag": "gpus-per-task"},
          "nnodes with min and max does not work with gpus-per-task, since Slurm chooses the "
          "number of tasks; write gpus_flag: gres"),

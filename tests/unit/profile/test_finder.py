@@ -325,7 +325,12 @@ def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
         ("host_network: true\npod_security: baseline", "host_network violates Pod Security 'base"),
         (
             "capabilities: [IPC_LOCK]\nrun_as_user: 0\npod_security: baseline",
-            "capabilities violates Pod Security 'baseline'",
+            "capabilities: IPC_LOCK violates Pod Security 'baseline'",
+        ),
+        (
+            "capabilities: [CHOWN]\nrun_as_user: 0",
+            "capabilities violates Pod Security 'restricted', so the cluster would refuse the "
+            "pods; leave it out, or set what the namespace allows: pod_security: baseline",
         ),
         (
             "capabilities: [IPC_LOCK]\npod_security: privileged",
@@ -338,6 +343,13 @@ def test_relative_paths_of_a_far_profile_are_below_its_folder_there(
 def test_keys_that_contradict_each_other_are_refused(site: Site, keys: str, problem: str) -> None:
     path = write(site.user, "k", f"kind: kubernetes\n{keys}\n")
     assert problem in refusal(path)
+
+
+def test_capabilities_that_the_namespace_allows_are_accepted(site: Site) -> None:
+    keys = "capabilities: [CHOWN, KILL]\nrun_as_user: 0\npod_security: baseline"
+    profile = load_profile(str(write(site.user, "k", f"kind: kubernetes\n{keys}\n")))
+    assert isinstance(profile, KubernetesProfile)
+    assert profile.capabilities == ("CHOWN", "KILL")
 
 
 @pytest.mark.parametrize("name", ["CAP_IPC_LOCK", "ipc_lock", "IPC-LOCK"])

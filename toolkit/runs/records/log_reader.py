@@ -287,6 +287,11 @@ def nodes_of(attempt: Path) -> list[str]:
     return []
 
 
+def is_followed(run_dir: Path, attempt: int | None) -> bool:
+    """Whether a later attempt has begun; never for None, which means all attempts."""
+    return attempt is not None and bool(attempt_folders(run_dir)[attempt + 1 :])
+
+
 def attempt_folders(run_dir: Path) -> list[Path]:
     """Return the log folders of the attempts, oldest first."""
     return [run_dir / f"logs/attempt-{number}" for number in attempt_numbers(run_dir)]

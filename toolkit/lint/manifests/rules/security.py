@@ -2,16 +2,11 @@
 
 from collections.abc import Iterator
 
+from toolkit.job.kubernetes_options import PLAIN_CAPABILITIES
 from toolkit.lint.manifests.pods import Pods, launches, pods_of
 from toolkit.lint.manifests.rules.schema import shown
 from toolkit.lint.rulebook import MANIFESTS, Violation
 from toolkit.text.manifests import Stream, View
-
-_PLAIN_CAPABILITIES = frozenset(
-    {"AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD"}
-    | {"NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"}
-)
-"""Capabilities that `baseline` allows (Pod Security Standards)."""
 
 
 @MANIFESTS.rule(
@@ -70,7 +65,7 @@ def _against_baseline(pods: Pods) -> Iterator[tuple[View, str]]:
         if one.security.at("privileged").value is True:
             yield one.security.at("privileged"), "privileged: true"
         for added in one.security.at("capabilities", "add").items():
-            if added.text() not in _PLAIN_CAPABILITIES:
+            if added.text() not in PLAIN_CAPABILITIES:
                 yield added, f"the capability {added.text()}"
         for port in one.view.at("ports").items():
             if port.whole("hostPort"):
@@ -93,7 +88,7 @@ def _against_restricted(pods: Pods) -> Iterator[tuple[View, str]]:
         if escalation.value is True:
             yield escalation, "allowPrivilegeEscalation: true"
         for added in one.security.at("capabilities", "add").items():
-            if added.text() in _PLAIN_CAPABILITIES - {"NET_BIND_SERVICE"}:
+            if added.text() in PLAIN_CAPABILITIES - {"NET_BIND_SERVICE"}:
                 yield added, f"the capability {added.text()}"
     for volume in pods.spec.at("volumes").items():
         for key in ("nfs", "iscsi", "cephfs", "glusterfs", "rbd", "gitRepo", "fc", "flexVolume"):

@@ -179,7 +179,11 @@ def _sources(stream: Stream) -> Iterator[Violation[View]]:
             kinds = [key for key, entry in volume.entries() if key != "name" and entry]
             if len(kinds) != 1:
                 name = volume.text("name")
-                what = f"is both {' and '.join(kinds)}" if kinds else "says nothing of what it is"
+                what = (
+                    f"is both {' and '.join(kinds)}"
+                    if kinds
+                    else "has no source, so it is an emptyDir"
+                )
                 yield Violation(volume, f"the volume {name!r} {what}")
 
 

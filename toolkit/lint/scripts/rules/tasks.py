@@ -77,7 +77,7 @@ def _several(script: BatchScript) -> Iterator[Violation[int]]:
             yield Violation(
                 step.line,
                 f"srun has {cpus} and no number of tasks, so it starts as many torchruns per node "
-                "as the node has CPUs for",
+                "as the job has CPUs for",
                 fix="give srun --ntasks-per-node=1",
             )
 

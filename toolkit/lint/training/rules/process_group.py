@@ -107,9 +107,9 @@ def _fixed_file(script: TrainingScript) -> Iterator[Violation[int]]:
     "fixed-master-port",
     finds="a fixed rendezvous port",
     reason="Two runs on one node use the same port: the second one fails, or its ranks join the "
-    "first one. Remove the line under torchrun, too: by default, nobody would listen on its port.",
-    fix="start the script with torchrun --standalone, which chooses a port and tells it to the "
-    "ranks",
+    "first one.",
+    fix="remove this line, and start the script with torchrun --standalone, which chooses a port "
+    "and tells it to the ranks",
 )
 def _fixed_port(script: TrainingScript) -> Iterator[Violation[int]]:
     for node in ast.walk(script.tree):
