@@ -99,11 +99,15 @@ def until() -> Until:
         seen: Callable[[], object] | None = None,
     ) -> None:
         deadline = time.monotonic() + limit_s
-        while not condition():
+        while True:
+            began = time.monotonic()
+            if condition():
+                return
             if time.monotonic() > deadline:
                 instead = f"; seen: {seen()}" if seen else ""
                 pytest.fail(f"{what}: not within {limit_s} s{instead}")
-            time.sleep(0.05)
+            # A look that takes long leaves the processor to what is waited for.
+            time.sleep(max(0.05, time.monotonic() - began))
 
     return wait
 

@@ -153,6 +153,16 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("local", marks=pytest.mark.slow),  # in test_warm_kills.py, too
+        pytest.param("slurm", marks=pytest.mark.slurm),
+        "k8s",
+        pytest.param("toy", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_warm_ranks_are_forked_and_go_on_after_a_kill(place: Place, tmp_path: Path) -> None:
     (script := tmp_path / "warm.py").write_text(WARM)
     retries = {"in_job": 1}

@@ -105,7 +105,7 @@ class Running:
                 pytest.fail(f"the run ended too early:\n{self.output()}")
             if time.monotonic() > deadline:
                 pytest.fail(f"waited {PATIENCE_S} s in vain:\n{self.output()}")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the metrics of this start have reached a step."""

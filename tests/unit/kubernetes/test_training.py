@@ -25,7 +25,6 @@ from tests.unit.kubernetes.site import (
     FAILED,
     SUCCEEDED,
     WORKLOADS,
-    a_jobset_and_slowly_others,
 )
 from toolkit.kubernetes.status import state_of
 from toolkit.kubernetes.workloads import KINDS
@@ -85,8 +84,23 @@ def undisturbed(folder: Path) -> Any:
         start.end_all()
 
 
-@a_jobset_and_slowly_others
-def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_path: Path) -> None:
+def went_on_to_its_end(live: Live, run: toolkit.Run) -> toolkit.Goodput:
+    """Wait for the end of a run that was interrupted once; return its goodput."""
+    status = live.ended(run)
+    assert status.state is SUCCEEDED, (status, live.told(run))
+    outcome = live.outcome(run)
+    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
+    resumed = live.events(run, "resume")
+    assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
+    assert run.scheduled(), "its pods say when they were made and given nodes"
+    goodput = run.goodput()
+    assert (goodput.steps, goodput.starts) == (STEPS, len(resumed) + 1)
+    return goodput
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live) -> None:
     run = submit(live, "--steps", str(STEPS), **HELD)
     follow(live, run, is_held)
     live.until(lambda: is_saved(live, run), "there is a checkpoint to go on from")
@@ -98,23 +112,12 @@ def test_a_lost_pod_is_replaced_and_the_run_goes_on_to_its_end(live: Live, tmp_p
         "JobSet": live.cluster.kill,
         "Job": live.cluster.evict,
     }[live.workload](pod)
-    status = live.ended(run)
-    assert status.state is SUCCEEDED, (status, live.told(run))
-    outcome = live.outcome(run)
-    assert (outcome["status"], outcome["step"]) == ("done", STEPS)
-    resumed = live.events(run, "resume")
-    assert resumed and all(event["step"] > 0 for event in resumed), "it went on where it was"
-    assert run.scheduled(), "its pods say when they were made and given nodes"
-    goodput = run.goodput()
-    assert (goodput.steps, goodput.starts) == (STEPS, len(resumed) + 1)
+    goodput = went_on_to_its_end(live, run)
     # Ranks that are told to stop save before they do; a pod that is killed loses steps. A real
     # kubelet gives even a pod that is deleted by force a second or two.
     is_lost = live.workload in {"PyTorchJob", "JobSet"}
     if not is_real():
         assert (goodput.steps_again > 0, goodput.seconds["lost work"] > 0) == (is_lost, is_lost)
-    # Once is enough, as the training is the same in all; a real cluster's image has its own torch.
-    if live.workload == "JobSet" and not is_real():
-        assert outcome["metrics"] == undisturbed(tmp_path)["metrics"]
 
 
 def these_and_slowly_others(*quick: str) -> pytest.MarkDecorator:
@@ -126,7 +129,7 @@ def these_and_slowly_others(*quick: str) -> pytest.MarkDecorator:
 @pytest.mark.skipif(is_real(), reason="takes a node's power away")
 @these_and_slowly_others("TrainJob")
 @pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), -1])
-def test_a_lost_node_is_survived(live: Live, index: int) -> None:
+def test_a_lost_node_is_survived(live: Live, index: int, tmp_path: Path) -> None:
     """Its pod stays, being deleted, and another one takes its place elsewhere."""
     env = {**HELD["env"], "HELD_BY": f"HOSTNAME=-{abs(index)}"}
     run = submit(live, "--steps", str(STEPS), **{**HELD, "env": env})
@@ -139,10 +142,10 @@ def test_a_lost_node_is_survived(live: Live, index: int) -> None:
         advice = f"if it is down, `kubectl delete pod {pod} --force` lets worker-"
         live.until_reason(run, advice)
         live.cluster.delete_by_force(pod)
-    status = live.ended(run)
-    assert status.state is SUCCEEDED, (status, live.told(run))
-    assert live.outcome(run)["step"] == STEPS
-    assert live.events(run, "resume"), "it went on where it was"
+    went_on_to_its_end(live, run)
+    # Once is enough, as the training is the same in all.
+    if (live.workload, index) == ("TrainJob", -1):
+        assert live.outcome(run)["metrics"] == undisturbed(tmp_path)["metrics"]
     left = [p for p in live.cluster.pods(run.name) if p["spec"]["nodeName"] == node]
     assert [p["status"]["phase"] for p in left] == ["Running"] * (live.workload != "PyTorchJob")
 
