@@ -69,7 +69,8 @@ def call(words: str, folder: Path, *, real_torchrun: bool = False) -> Result:
             if ABORTED not in result.stderr:
                 break
         return result
-    if program == "python" and arguments[0] != "-c" and not real_torchrun:
+    imports_torch = arguments[0] != "-c" or "torch" in arguments[1]
+    if program == "python" and imports_torch and not real_torchrun:
         return alone(arguments, folder)
     return _program([BIN / program, *arguments], folder)
 
@@ -105,7 +106,7 @@ def _torchrun(arguments: list[str], folder: Path) -> Result:
 
 
 def alone(arguments: list[str], folder: Path) -> Result:
-    """Call `python SCRIPT|-m MODULE …`."""
+    """Call `python SCRIPT|-m MODULE|-c CODE …`."""
     script, *rest = arguments
     with tempfile.TemporaryDirectory() as outputs:
         process = PROCESSES.Process(target=_run, args=(0, {}, folder, script, rest, Path(outputs)))
@@ -236,6 +237,11 @@ def _run(
         if script == "-m":
             sys.argv = arguments
             names = runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        elif script == "-c":
+            code, *arguments = arguments
+            sys.argv = ["-c", *arguments]
+            sys.path[0:0] = [""]
+            exec(code, names := {"__name__": "__main__"})
         else:
             sys.argv = [script, *arguments]
             sys.path[0:0] = [str(folder / Path(script).parent)]
