@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             parts[WAITING in item.path.parents].append(item)
-        items[:] = mixed(parts[True], parts[False], processes)
+        items[:] = mixed(parts[True], parts[False], processes, lambda item: item.path)
 
 
 def pytest_collection_finish() -> None:

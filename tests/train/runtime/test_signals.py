@@ -162,9 +162,9 @@ def _comm(thread: Path) -> str:
 
 
 def test_a_killed_rank_makes_the_run_retryable(start: Start, tmp_path: Path) -> None:
-    run = start.ranks(2, *ENDLESS, run_dir=tmp_path / "run")
+    run, other = start.each(2, *ENDLESS, run_dir=tmp_path / "run")
     run.wait_for_step(3)
-    os.kill(run.workers()[1], signal.SIGKILL)
+    other.process.kill()
     assert run.wait() == 1
     outcome = run.outcome()
     assert (outcome["status"], outcome["rank"]) == ("retryable", 0), outcome
