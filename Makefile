@@ -56,7 +56,7 @@ sandbox-status:  ## Show its nodes
 	@$(SANDBOX) status
 
 lint: install  ## Check style, spelling and types
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy $(if $(CI),--cache-dir=/dev/null)
 
 quick: lint  ## Check style and types, and run the tests that need no root, no image, no Slurm and nothing outside of .venv
 	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n auto -m "not slow and not nightly and not slurm" \

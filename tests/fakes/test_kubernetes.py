@@ -154,7 +154,7 @@ def test_an_apply_that_is_repeated_changes_nothing(server: FakeKubernetes, kind:
 def test_an_apply_takes_back_what_it_no_longer_says_and_conflicts_with_other_managers(
     server: FakeKubernetes,
 ) -> None:
-    dynamic = DynamicClient(server.api_client())  # type: ignore[no-untyped-call]
+    dynamic = DynamicClient(server.api_client())
     maps: Any = dynamic.resources.get(api_version="v1", kind="ConfigMap")
 
     def apply(manager: str, data: dict[str, str], force: bool = False) -> Any:

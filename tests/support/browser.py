@@ -47,4 +47,4 @@ def chromium(folder: Path) -> Iterator[Chrome]:
 
 def log_of(browser: Chrome, kind: str) -> list[Any]:
     """Return the entries of a log of the browser since the last question."""
-    return list(browser.get_log(kind))  # type: ignore[no-untyped-call]
+    return list(browser.get_log(kind))

@@ -21,7 +21,7 @@ def not_scheduled(pod: Object) -> str:
     asked = Decimal(0)
     for container in pod["spec"]["containers"]:
         requests = (container.get("resources") or {}).get("requests") or {}
-        asked += parse_quantity(requests.get("cpu", 0))  # type: ignore[no-untyped-call]
+        asked += parse_quantity(requests.get("cpu", 0))
     if asked <= _CPUS:
         if pod["spec"].get("nodeName"):
             return ""

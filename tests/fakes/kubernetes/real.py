@@ -164,7 +164,7 @@ class RealCluster:
         connect: Any = config.new_client_from_config  # the client has no type annotations
         self._client = connect(self._file)
         self._core: Any = client.CoreV1Api(self._client)
-        self._dynamic: Any = DynamicClient(self._client)  # type: ignore[no-untyped-call]
+        self._dynamic: Any = DynamicClient(self._client)
         self._served: dict[str, bool] = {}
         self._applied: list[tuple[str, str]] = []
         self._readers = 0

@@ -145,7 +145,8 @@ def _maps(self: Any, hidden: Tensor) -> Tensor:
     def one(row: Tensor) -> Tensor:
         return torch.where(row.sum() > 1e6, row.tanh(), row * (row < 99).all())
 
-    return torch.vmap(one)(hidden)
+    mapped: Tensor = torch.vmap(one)(hidden)
+    return mapped
 
 
 @pytest.mark.parametrize(

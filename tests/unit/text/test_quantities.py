@@ -223,5 +223,5 @@ def test_slurm_never_gets_less_memory_than_asked(size: int) -> None:
 @given(BYTES)
 def test_kubernetes_gets_exactly_the_memory_asked_in_the_form_that_servers_store(size: int) -> None:
     written = kubernetes_size(size)
-    assert parse_quantity(written) == size  # type: ignore[no-untyped-call]
+    assert parse_quantity(written) == size
     assert with_canonical_quantities({"limits": {"memory": written}})["limits"]["memory"] == written

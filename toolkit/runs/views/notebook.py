@@ -167,9 +167,9 @@ class ProgressDisplay:
             return
         from IPython import display
 
-        page = display.HTML(_page_of(self._run, status, points))  # type: ignore[no-untyped-call]
+        page = display.HTML(_page_of(self._run, status, points))
         if self._handle is None:
-            self._handle = display.display(page, display_id=True)  # type: ignore[no-untyped-call]
+            self._handle = display.display(page, display_id=True)
         else:
             self._handle.update(page)
 
