@@ -243,7 +243,8 @@ echo "attempt $TRAIN_ATTEMPT"
 
 
 def test_another_scheduler_queues_a_failed_attempt_again(toy: Place, until: Until) -> None:
-    run = toy.submit(FAILS_ONCE, retries={"requeue": 1})
+    two_ranks = {"nproc_per_node": 2, "cpus_per_node": 2}
+    run = toy.submit(FAILS_ONCE, resources=two_ranks, retries={"requeue": 1})
     behind = toy.submit(FOREVER, resources=ONE_NODE)
     assert behind.status().state is toolkit.RunState.PENDING
     status = run.wait(300)
@@ -251,7 +252,7 @@ def test_another_scheduler_queues_a_failed_attempt_again(toy: Place, until: Unti
     for attempt in (0, 1):
         assert f"attempt {attempt}" in "\n".join(run.logs(attempt=attempt))
     (restart,) = run.restarts()
-    assert restart.why == "failed: rank 1 on node-1: killed by SIGKILL"
+    assert restart.why == "failed: rank 1 on node-0: killed by SIGKILL"
     until(lambda: begun(behind, ranks=1), "the next job has the slot")
     behind.cancel()
     assert behind.wait(300).state is toolkit.RunState.CANCELLED

@@ -73,8 +73,13 @@ def only_run(folder: Path) -> Path | None:
 def test_a_signal_to_toolkit_run_stops_every_process(
     number: signal.Signals, job_file: Path, marker: str, tmp_path: Path, until: Until
 ) -> None:
+    # Two torchruns once; each of them imports torch.
+    ranks = "{nnodes: 2}" if number == signal.SIGINT else "{nproc_per_node: 2}"
     process = subprocess.Popen(
-        [TOOLKIT, "run", job_file], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [TOOLKIT, "run", job_file, "--set", f"resources={ranks}"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     until(lambda: (run := only_run(tmp_path)) and started(run), "both ranks run")
     process.send_signal(number)
