@@ -7,6 +7,9 @@ job for each missing node: the same script, with the word `join`. Their job ids 
 If a node disappears without a message (no power, no network), the ranks on the other nodes would
 wait for it until the timeout of their collective. So the supervisor kills a rank on the first node
 instead: torchrun then starts the ranks again, on the nodes that are left.
+
+Slurm keeps the job also if its first node is lost, although the batch script and the rendezvous are
+lost with it (`--no-kill`). So the other nodes queue the job again.
 """
 
 import contextlib
@@ -31,6 +34,9 @@ _CONNECT_S = 3.0
 _HEARTBEAT_S = 10.0
 """A node may live so long after its last heartbeat. Without it, the others meet 15 s later at the
 earliest: as soon as torchrun's rendezvous drops a node (torch 2.13)."""
+
+_LOOK_S = 60.0
+"""Interval between two looks at the heartbeat of the first node."""
 
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
@@ -86,17 +92,8 @@ class Members:
     # ---- Lost nodes
 
     def is_unreachable(self, node: str) -> bool:
-        """Whether a node accepts no connection and refuses none.
-
-        A node that is up answers on every port, also without slurmd.
-        """
-        try:
-            socket.create_connection(self.slurm.address_of(node), timeout=_CONNECT_S).close()
-        except socket.timeout:
-            return True
-        except OSError as error:
-            return error.errno in _UNREACHABLE
-        return False
+        """Whether a node accepts no connection and refuses none."""
+        return is_unreachable(self.slurm, node)
 
     def go_on_without(self, node: str, silent_s: float) -> None:
         """Kill the oldest rank on this host, so that all ranks start again.
@@ -112,6 +109,66 @@ class Members:
             _explain(ranks[0].environ.get("TORCHELASTIC_ERROR_FILE", ""), node)
         with contextlib.suppress(OSError):
             os.kill(ranks[0].pid, signal.SIGKILL)
+
+
+class FirstNode:
+    """The node of the batch script and of the rendezvous, as another node of the job sees it."""
+
+    def __init__(self, logs: str, environ: Mapping[str, str]) -> None:
+        self.logs, self.slurm = logs, Slurm(environ)
+        self._alive, self._look_at_s = "", 0.0
+
+    @property
+    def name(self) -> str:
+        """The name of the node; empty if unknown."""
+        return "".join(read(os.path.join(self.logs, "nodes"), 1000).split()[:1])
+
+    def look(self, now_s: float) -> bool:
+        """Look for its heartbeat once a minute; return whether there was none and it is lost."""
+        if now_s < self._look_at_s:
+            return False
+        self._look_at_s = now_s + _LOOK_S
+        before, self._alive = self._alive, read(os.path.join(self.logs, "alive-0"), 100)
+        return self._alive == before and self.is_lost()
+
+    def is_lost(self) -> bool:
+        """Whether it does not answer, three times in a row."""
+        name = self.name
+        for left in (2, 1, 0):
+            if not name or not is_unreachable(self.slurm, name):
+                return False
+            time.sleep(left)
+        return True
+
+    def queue_again(self) -> None:
+        """Queue the job again; end it if that is not allowed."""
+        why = f"node_failure: {self.name}, which ran the batch script, is lost; "
+        self._write("failing_node", self.name)
+        self._write("reason", why + "queued again")
+        print(f"{self.name}, which runs the batch script, is lost: the job is queued again")
+        if not self.slurm.requeue():
+            self._write("reason", why + "not queued again")
+            self._write("exit_status", "1")
+            self.slurm.cancel([self.slurm.job])
+
+    def _write(self, name: str, line: str) -> None:
+        path = os.path.join(self.logs, name)
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def is_unreachable(slurm: Slurm, node: str) -> bool:
+    """Whether a node accepts no connection and refuses none.
+
+    A node that is up answers on every port, also without slurmd.
+    """
+    try:
+        socket.create_connection(slurm.address_of(node), timeout=_CONNECT_S).close()
+    except socket.timeout:
+        return True
+    except OSError as error:
+        return error.errno in _UNREACHABLE
+    return False
 
 
 class _Rank(NamedTuple):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from . import containers
 from .containers import Container
@@ -24,6 +24,9 @@ from .evidence.memory import oom_kills, peak_kb, ranks_below
 from .own_folder import OwnFolder, short_tmpdir
 from .process import Signals, status_of
 from .watchdog_files import write_watchdog
+
+if TYPE_CHECKING:
+    from .elastic import FirstNode
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals that stop a step. Slurm also sends them to torchrun, which then stops its ranks."""
@@ -114,6 +117,12 @@ class Node:
         self._kills = self._kills_before = 0
         self._peak, self._peak_kb = "", 0
         self._start, self._starts, self._oom = (0, 0), 0, False
+        self._first: Optional[FirstNode] = None
+        """Of an elastic job, on its other nodes; only scripts of such jobs carry the module."""
+        if options.elastic and not options.joins and self.key != "0":
+            from . import elastic
+
+            self._first = elastic.FirstNode(options.logs, environ)
 
     # ---- The task
 
@@ -167,6 +176,8 @@ class Node:
                 f"torchrun ended on {self.name} with exit status {status} while others go on; "
                 "it starts again"
             )
+        if self._first and status and not self.stopped and self._first.is_lost():
+            self._first.queue_again()
         return status
 
     def _run_once(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -195,6 +206,8 @@ class Node:
         if now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
             self._look_at_memory(torchrun)
+        if self._first and self._first.look(now_s):
+            self._first.queue_again()
 
     def cannot(self, word: str, why: str) -> None:
         """Report to the batch script why torchrun could not start."""

@@ -122,3 +122,69 @@ def test_only_a_silent_node_is_connected_to(tmp_path: Path) -> None:
     assert lost is not None
     assert (lost.number, lost.silent_looks, lost.restarted) == (1, SILENT_LOOKS, False)
     assert asked == ["n2"]
+
+
+# ---- The first node, with the batch script and the rendezvous
+
+
+SCONTROL = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+[ "$1" != requeue ] || exit "$ACCEPTS"
+"""
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> elastic.FirstNode:
+    for name in ("scontrol", "scancel"):
+        (tmp_path / name).write_text(SCONTROL)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (tmp_path / "nodes").write_text("n1\nn2\nn3\n")
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+        "CALLS": str(tmp_path / "calls"),
+        "ACCEPTS": "0",
+    }
+    return elastic.FirstNode(str(tmp_path), environ)
+
+
+def test_the_first_node_is_lost_if_it_is_silent_and_never_answers(
+    first: elastic.FirstNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[bool] = []
+
+    def is_unreachable(slurm: object, node: str) -> bool:
+        assert node == "n1"
+        return answers.pop()
+
+    monkeypatch.setattr(elastic, "is_unreachable", is_unreachable)
+    for now_s, sign in ((0, "1"), (30, "1"), (61, "2"), (125, "3")):
+        (tmp_path / "alive-0").write_text(sign)
+        assert not first.look(now_s), "no connection is tried"
+    for answers, lost in (([False], False), ([False, True], False), ([True] * 3, True)):
+        now_s += 61
+        assert first.look(now_s) is lost
+    assert answers == []
+    (tmp_path / "nodes").unlink()
+    assert not first.is_lost(), "its name is not known"
+
+
+@pytest.mark.parametrize(
+    ("accepts", "calls", "end"),
+    [
+        ("0", ["scontrol requeue 7"], "queued again"),
+        ("1", ["scontrol requeue 7", "scancel --quiet 7"], "not queued again"),
+    ],
+)
+def test_a_job_without_its_first_node_is_queued_again_or_ended(
+    first: elastic.FirstNode, tmp_path: Path, accepts: str, calls: list[str], end: str
+) -> None:
+    first.slurm.environ["ACCEPTS"] = accepts
+    first.queue_again()
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+    said = f"node_failure: n1, which ran the batch script, is lost; {end}\n"
+    assert (tmp_path / "reason").read_text() == said
+    assert (tmp_path / "failing_node").read_text() == "n1\n"
+    assert (tmp_path / "exit_status").exists() is (end != "queued again")
