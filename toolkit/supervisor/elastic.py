@@ -115,7 +115,7 @@ class FirstNode:
     """The node of the batch script and of the rendezvous, as another node of the job sees it."""
 
     def __init__(self, logs: str, environ: Mapping[str, str]) -> None:
-        self.logs, self.slurm = logs, Slurm(environ)
+        self.logs, self.slurm = logs, Slurm({"SLURM_JOB_NODELIST": "", **environ})
         self._alive, self._look_at_s = "", 0.0
 
     @property

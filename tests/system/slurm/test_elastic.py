@@ -56,6 +56,25 @@ def test_a_lost_node_is_done_without_until_it_comes_back(
 
 
 @pytest.mark.slow
+def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(
+    cluster: Cluster, site: Site, until: Until
+) -> None:
+    """Slurm keeps it, without its batch script and without its rendezvous."""
+    run = site.submit_long(*ELASTIC, "retries.requeue=1")
+    until(lambda: events(run, "checkpoint"), "three nodes train")
+    first, *_ = nodes_of(cluster, run)
+    cluster("power-off", first)
+    try:
+        until(lambda: events(run, "resume"), "it goes on elsewhere")
+    finally:
+        cluster("power-on", first)
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
+    (restart,) = run.restarts()
+    assert restart.why == f"node_failure: {first}, which ran the batch script, is lost"
+
+
+@pytest.mark.slow
 def test_a_node_that_restarts_unnoticed_by_slurm_is_replaced_and_not_waited_for(
     cluster: Cluster, site: Site, until: Until
 ) -> None:

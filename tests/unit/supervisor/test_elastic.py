@@ -143,7 +143,6 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> elastic.FirstNode:
     environ = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-3]",
         "CALLS": str(tmp_path / "calls"),
         "ACCEPTS": "0",
     }
@@ -154,6 +153,7 @@ def test_the_first_node_is_lost_if_it_is_silent_and_never_answers(
     first: elastic.FirstNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
+    now_s = 0
 
     def is_unreachable(slurm: object, node: str) -> bool:
         assert node == "n1"
@@ -163,7 +163,8 @@ def test_the_first_node_is_lost_if_it_is_silent_and_never_answers(
     for now_s, sign in ((0, "1"), (30, "1"), (61, "2"), (125, "3")):
         (tmp_path / "alive-0").write_text(sign)
         assert not first.look(now_s), "no connection is tried"
-    for answers, lost in (([False], False), ([False, True], False), ([True] * 3, True)):
+    for given, lost in (([False], False), ([False, True], False), ([True] * 3, True)):
+        answers[:] = given
         now_s += 61
         assert first.look(now_s) is lost
     assert answers == []
