@@ -141,7 +141,13 @@ class FirstNode:
         return True
 
     def queue_again(self) -> None:
-        """Queue the job again; end it if that is not allowed."""
+        """Queue the job again; end it if that is not allowed. Only one node does."""
+        try:
+            open(os.path.join(self.logs, "first_lost"), "x", encoding="utf-8").close()
+        except FileExistsError:
+            return
+        except OSError:
+            pass
         why = f"node_failure: {self.name}, which ran the batch script, is lost; "
         self._write("failing_node", self.name)
         self._write("reason", why + "queued again")

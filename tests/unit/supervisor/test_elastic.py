@@ -184,6 +184,7 @@ def test_a_job_without_its_first_node_is_queued_again_or_ended(
 ) -> None:
     first.slurm.environ["ACCEPTS"] = accepts
     first.queue_again()
+    first.queue_again()  # as another node does
     assert (tmp_path / "calls").read_text().splitlines() == calls
     said = f"node_failure: n1, which ran the batch script, is lost; {end}\n"
     assert (tmp_path / "reason").read_text() == said
