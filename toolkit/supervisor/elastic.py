@@ -152,7 +152,9 @@ class FirstNode:
         self._write("failing_node", self.name)
         self._write("reason", why + "queued again")
         print(f"{self.name}, which runs the batch script, is lost: the job is queued again")
-        if not self.slurm.requeue():
+        if self.slurm.requeue():
+            self.slurm.start_soon(killed=True)
+        else:
             self._write("reason", why + "not queued again")
             self._write("exit_status", "1")
             self.slurm.cancel([self.slurm.job])

@@ -175,7 +175,15 @@ def test_the_first_node_is_lost_if_it_is_silent_and_never_answers(
 @pytest.mark.parametrize(
     ("accepts", "calls", "end"),
     [
-        ("0", ["scontrol requeue 7"], "queued again"),
+        (
+            "0",
+            [
+                "scontrol requeue 7",
+                "scontrol show config",
+                "scontrol update jobid=7 starttime=now+10",
+            ],
+            "queued again",
+        ),
         ("1", ["scontrol requeue 7", "scancel --quiet 7"], "not queued again"),
     ],
 )

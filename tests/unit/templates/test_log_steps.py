@@ -72,7 +72,7 @@ class Printing:
             [{"step": 1200, "steps": 500000, "loss": 10.83}],
         ),
         (  # as tqdm and the Trainer of transformers print it: the loss has no step
-            r"(?P<step>\d+)/(?P<steps>\d+) \[|'loss': '?(?P<loss>[\d.]+)|'lr': (?P<lr>[^,]+)",
+            r"(?P<step>\d+)/(?P<steps>\d+) \[|'loss': '?(?P<loss>[^',}]+)|'lr': (?P<lr>[^,]+)",
             "  0%|          | 1/40 [00:00<00:10]\r  2%|▏         | 2/40 [00:01<00:09]\n"
             "{'loss': 0.693, 'lr': 4.5e-05, 'epoch': 0.1}\n",
             [
