@@ -339,3 +339,9 @@ def test_texts_that_begin_like_a_token_are_read_once(beginning: str) -> None:
     with guarded():
         secret_scan.conceal(text)
         secret_scan.kind_of(text, name="X")
+
+
+def test_a_file_in_base64_is_no_token() -> None:
+    token = "AP0" + "a1" * 40
+    assert secret_scan.kind_of(f"key: {token}")
+    assert secret_scan.kind_of(f"# supervisor.pyz: {'x' * 4000}/{token}+{'y' * 4000}") is None

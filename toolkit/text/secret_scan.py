@@ -67,6 +67,9 @@ _SHAPES = {
 }
 _TOKEN = re.compile(f"(?<![A-Za-z0-9])(?:{'|'.join(_SHAPES.values())})")
 
+_BLOB = re.compile(r"[A-Za-z0-9+/]{4096,}")
+"""A file in base64, such as a script's supervisor: by chance, some part of it looks like a token."""
+
 _HOLDS = re.compile(
     r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|PASSCODE|APIKEY|CRED(ENTIAL)?S?)$"
     r"|^(API|SECRET|ACCESS|PRIVATE|AUTH|SIGNING|ENCRYPTION|STORAGE|ACCOUNT|MASTER|DEPLOY)_KEY$"
@@ -130,6 +133,7 @@ def kind_of(value: str, *, name: str = "") -> str | None:
     >>> kind_of("hf_" + "a1" * 17), kind_of("hunter2", name="DB_PASSWORD"), kind_of("hunter2")
     ('a Hugging Face token (hf_…)', 'a value for DB_PASSWORD', None)
     """
+    value = _BLOB.sub("", value)
     for kind, shape in _SHAPES.items() if _TOKEN.search(value) else ():
         if match := re.search(f"(?<![A-Za-z0-9])(?:{shape})", value):
             return f"{kind} ({match[0][:SHOWN]}…)"

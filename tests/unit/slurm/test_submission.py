@@ -26,13 +26,16 @@ LATER = {"begin": "now+1hour"}
 
 
 def controller(cluster: Cluster) -> int:
-    """Return the process of the sandbox's slurmctld."""
+    """Return the process of the controller, which has started another one of the same name."""
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may have ended meanwhile
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if words[0] == b"slurmctld" and f"{cluster.folder}/".encode() in b" ".join(words[1:]):
-                return int(entry.name)
-    raise AssertionError("no slurmctld")
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+    (first,) = (pid for pid, parent in parents.items() if parent not in parents)
+    return first
 
 
 def queued(cluster: Cluster, *columns: str) -> list[str]:
