@@ -67,8 +67,8 @@ _SHAPES = {
 }
 _TOKEN = re.compile(f"(?<![A-Za-z0-9])(?:{'|'.join(_SHAPES.values())})")
 
-_BLOB = re.compile(r"[A-Za-z0-9+/]{4096,}")
-"""A file in base64, such as a script's supervisor: by chance, some part of it looks like a token."""
+_BLOB = re.compile(r"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{4096,}")
+"""A file in base64, such as a script's supervisor: some part of it may look like a token."""
 
 _HOLDS = re.compile(
     r"(TOKEN|SECRETS?|PASSW(OR)?D|PASSPHRASE|PASSCODE|APIKEY|CRED(ENTIAL)?S?)$"
