@@ -71,7 +71,7 @@ def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on(
     run.cancel()
     assert run.wait(300).state is toolkit.RunState.CANCELLED, failure(run)
     (restart,) = run.restarts()
-    assert restart.why == f"node_failure: {first}, which ran the batch script, is lost"
+    assert restart.why == f"node failure: {first}, which ran the batch script, is lost"
 
 
 @pytest.mark.slow

@@ -117,19 +117,19 @@ ROW = job_row("{}", "PENDING", reason="Priority", command="{}")
     [
         (["7"], [], ["sbatch"]),
         ([None], [ROW.format("7", "COMMAND")], ["sbatch", "squeue"]),
-        ([None], ["", ROW.format("7", "COMMAND")], ["sbatch", "squeue", "squeue"]),
+        ([None], ["", "", "", ROW.format("7", "COMMAND")], ["sbatch", *["squeue"] * 4]),
         ([None], [ROW.format("7", "SCRIPT")], ["sbatch", "squeue"]),  # from 24.11 on
-        ([None, "7"], ["", ""], ["sbatch", "squeue", "squeue", "sbatch"]),
+        ([None, "7"], [""] * 4, ["sbatch", *["squeue"] * 4, "sbatch"]),
         (["welcome"], [ROW.format("7", "COMMAND")], ["sbatch", "squeue"]),
         # Another run's job, and another job of this run, are not the submitted job.
         (
             [None, "7"],
             [ROW.format("5", "/other.sbatch /other") + ROW.format("6", "COMMAND continue")],
-            ["sbatch", "squeue", "squeue", "sbatch"],
+            ["sbatch", *["squeue"] * 4, "sbatch"],
         ),
     ],
 )
-def test_after_an_unclear_answer_the_job_is_looked_for_twice(
+def test_after_an_unclear_answer_the_job_is_looked_for_before_a_retry(
     answers: Sequence[str | None],
     queue: Sequence[str],
     asked: Sequence[str],
