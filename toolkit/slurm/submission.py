@@ -29,7 +29,7 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0)
 """Delay before each retry in seconds: about a minute in all."""
 
 _LOOKS = 4
-"""Number of queries without the job before a retry: 15 s, for a controller that is still accepting it."""
+"""Number of queries without the job before a retry, in 15 s: Slurm may be accepting it."""
 
 _NO_ANSWER = re.compile(
     "Socket timed out|Zero Bytes were transmitted|Connection reset|Connection timed out"

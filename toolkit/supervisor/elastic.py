@@ -116,7 +116,12 @@ class FirstNode:
 
     def __init__(self, logs: str, environ: Mapping[str, str]) -> None:
         self.logs, self.slurm = logs, Slurm({"SLURM_JOB_NODELIST": "", **environ})
-        self._alive, self._look_at_s = "", 0.0
+        self._heartbeat, self._look_at_s = "", 0.0
+
+    @property
+    def heartbeat(self) -> str:
+        """What it has written last."""
+        return read(os.path.join(self.logs, "alive-0"), 100)
 
     @property
     def name(self) -> str:
@@ -124,15 +129,15 @@ class FirstNode:
         return "".join(read(os.path.join(self.logs, "nodes"), 1000).split()[:1])
 
     def look(self, now_s: float) -> bool:
-        """Look for its heartbeat once a minute; return whether there was none and it is lost."""
+        """Look for its heartbeat once a minute; return whether there was none, and no answer."""
         if now_s < self._look_at_s:
             return False
         self._look_at_s = now_s + _LOOK_S
-        before, self._alive = self._alive, read(os.path.join(self.logs, "alive-0"), 100)
-        return self._alive == before and self.is_lost()
+        before, self._heartbeat = self._heartbeat, self.heartbeat
+        return self._heartbeat == before and self.is_unreachable()
 
-    def is_lost(self) -> bool:
-        """Whether it does not answer, three times in a row."""
+    def is_unreachable(self) -> bool:
+        """Whether it accepts no connection and refuses none, three times in a row."""
         name = self.name
         for left in (2, 1, 0):
             if not name or not is_unreachable(self.slurm, name):

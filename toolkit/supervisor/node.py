@@ -176,9 +176,17 @@ class Node:
                 f"torchrun ended on {self.name} with exit status {status} while others go on; "
                 "it starts again"
             )
-        if self._first and status and not self.stopped and self._first.is_lost():
-            self._first.queue_again()
+        if self._first and status and not self.stopped:
+            self._heed_loss_of(self._first)
         return status
+
+    def _heed_loss_of(self, first: "FirstNode") -> None:
+        """Queue the job again if its first node does not answer and has no heartbeat any more."""
+        heartbeat = first.heartbeat
+        if first.is_unreachable():
+            self._pause(2 * self._life_s)
+            if not self.stopped and first.heartbeat == heartbeat:
+                first.queue_again()
 
     def _run_once(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run torchrun once; return its exit status."""

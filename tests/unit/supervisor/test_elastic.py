@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from tests.conftest import Until
-from toolkit.supervisor import elastic
+from toolkit.supervisor import elastic, node
 from toolkit.supervisor.attempt import Attempt
 from toolkit.supervisor.elastic import Members
+from toolkit.supervisor.process import Signals
 from toolkit.supervisor.signs_of_life import SILENT_LOOKS, SignsOfLife
 
 SLEEPS = "import time; print(flush=True); time.sleep(600)"
@@ -169,7 +170,7 @@ def test_the_first_node_is_lost_if_it_is_silent_and_never_answers(
         assert first.look(now_s) is lost
     assert answers == []
     (tmp_path / "nodes").unlink()
-    assert not first.is_lost(), "its name is not known"
+    assert not first.is_unreachable(), "its name is not known"
 
 
 @pytest.mark.parametrize(
@@ -198,3 +199,31 @@ def test_a_job_without_its_first_node_is_queued_again_or_ended(
     assert (tmp_path / "reason").read_text() == said
     assert (tmp_path / "failing_node").read_text() == "n1\n"
     assert (tmp_path / "exit_status").exists() is (end != "queued again")
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_first_node_with_a_heartbeat_is_not_lost_though_it_does_not_answer(
+    first: elastic.FirstNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    """A firewall, for example, drops connections to slurmd."""
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    environ = {**first.slurm.environ, "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}
+    environ["SLURMD_NODENAME"] = "n2"
+    options = node.Options(str(tmp_path), [str(tmp_path / "torchrun")], elastic=True)
+    one = node.Node(options, Signals([signal.SIGCHLD]), environ)
+    pauses: list[float] = []
+
+    def pause(_: node.Node, seconds: float) -> None:
+        pauses.append(seconds)
+        (tmp_path / "alive-0").write_text("101" if beats else "100")
+
+    (tmp_path / "alive-0").write_text("100")
+    monkeypatch.setattr(elastic, "is_unreachable", lambda slurm, node: True)
+    monkeypatch.setattr(node.Node, "_pause", pause)
+    try:
+        assert one.run() == 1
+    finally:
+        signal.set_wakeup_fd(-1)
+    assert pauses == [2 * node.LIFE_S]
+    assert (tmp_path / "first_lost").exists() is not beats
