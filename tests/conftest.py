@@ -64,13 +64,25 @@ def asks(*argv: str) -> bool:
     return argv[0] in ("squeue", "sinfo", "sacct") or (argv[0] == "scontrol" and "show" in argv)
 
 
+def be_a_user(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Keep the tests' runs and profiles out of the user's, and the user's out of the tests."""
+    patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_of_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Who a fixture of the whole session is, also when it starts a command."""
+    with pytest.MonkeyPatch.context() as patch:
+        be_a_user(tmp_path_factory.mktemp("user"), patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the tests' runs and profiles out of the user's, and the user's out of the tests."""
-    home = tmp_path_factory.mktemp("user")
-    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
-    return home
+    """Who a test is."""
+    return be_a_user(tmp_path_factory.mktemp("user"), monkeypatch)
 
 
 @pytest.fixture(scope="session")
