@@ -4,10 +4,11 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const form = document.querySelector("form.controls");
   const dark = matchMedia("(prefers-color-scheme: dark)");
+  const printing = () => document.documentElement.classList.contains("printing");
   const colour = (index) => {
     // The golden angle keeps neighbours apart, however many runs there are.
     const hue = (215 + 137.508 * index) % 360;
-    return `hsl(${hue.toFixed(0)} 65% ${dark.matches ? 65 : 42}%)`;
+    return `hsl(${hue.toFixed(0)} 65% ${dark.matches && !printing() ? 65 : 42}%)`;
   };
   const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const figure = (value) => (value == null ? "–" : String(Number(value.toPrecision(5))));
@@ -87,7 +88,7 @@
       width: box.clientWidth || 400,
       height: 220,
       cursor: { drag: { x: true, y: false }, sync: { key: over } },
-      legend: { show: data.runs.length <= 12 },
+      legend: { show: data.runs.length <= 12 && (several || !printing()), live: !printing() },
       scales: { x: { time: false }, y: { distr: logarithmic ? 3 : 1 } },
       axes: [axis({ values: format }), axis({ size: 64, values: (_, values) => values.map((value) => (value == null ? "" : figure(value))) })],
       series,
@@ -105,6 +106,7 @@
       width: box.clientWidth || 400,
       height: 220,
       cursor: { drag: { x: true, y: false }, sync: { key: "time" } },
+      legend: { live: !printing() },
       scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high || 0, 0.01)] } },
       axes: [axis({ values: (_, values) => values.map((value) => (value == null ? "" : duration(value))) }), axis({ size: 64, values: (_, values) => values.map(percent) })],
       series: [
@@ -186,5 +188,12 @@
     form.addEventListener("submit", (event) => event.preventDefault());
   }
   dark.addEventListener("change", redraw);
+  // A curve is an image: draw it as wide as the paper, in the colours of paper.
+  for (const [event, on] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => {
+      document.documentElement.classList.toggle("printing", on);
+      redraw();
+    });
+  }
   redraw();
 })();

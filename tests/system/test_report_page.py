@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,5 +262,32 @@ def test_a_page_is_printed_with_its_curves(
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     document = base64.b64decode(printed["data"])
     assert document.startswith(b"%PDF-")
-    assert document.count(b"/Subtype /Image") >= 3, "the curves"
+    parts = [part.split(b"endstream")[0] for part in document.split(b"stream\n")[1:]]
+    drawn = b"".join(zlib.decompress(part) for part in parts if part.startswith(b"x"))
+    assert len(re.findall(rb"^[\d.-]+ [\d.-]+ l$", drawn, re.MULTILINE)) > 1000, "lines of curves"
     assert complaints(browser) == []
+
+
+_BOXES = """
+return [...document.querySelectorAll(".plot")].map((plot) => {
+  const [inner, outer] = [plot.querySelector("canvas"), plot].map((e) => e.getBoundingClientRect());
+  return [inner.right - outer.right, outer.right];
+});
+"""
+
+
+@pytest.mark.parametrize("page", ["one", "three"])
+def test_curves_are_as_wide_as_their_columns_on_paper(
+    browser: Chrome, pages: dict[str, Path], page: str
+) -> None:
+    """A canvas keeps its size in pixels: one from a wide screen would cover its neighbour."""
+    shown(browser, pages[page], dark=True)
+    before = browser.execute_script(_BOXES)
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    boxes = browser.execute_script(_BOXES)
+    assert len(boxes) == 4
+    assert all(beyond <= 0 and right <= 718 for beyond, right in boxes), (
+        boxes
+    )  # A4 less its margins
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(_BOXES) == before
