@@ -59,7 +59,7 @@ lint: install  ## Check style, spelling and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/mypy $(if $(CI),--cache-dir=/dev/null)
 
 quick: lint  ## Check style and types, and run the tests that need no root, no image, no Slurm and nothing outside of .venv
-	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n auto -m "not slow and not nightly and not slurm" \
+	@CUDA_VISIBLE_DEVICES= $(BIN)/pytest -n auto --dist worksteal -m "not slow and not nightly and not slurm" \
 	  $(addprefix tests/unit/,job profile planning rendering supervisor lint) $(ARGS)
 
 test:  ## Install what the tests need and run those that each change must pass
