@@ -37,6 +37,7 @@ from .proof.session import before_training, refusing_failures
 from .rundir.claim import adopt, claim
 from .rundir.console import Console, figures
 from .rundir.files import RunDirectory, TrainingProgress
+from .rundir.jsonl import as_recorded
 from .rundir.tensorboard import EventFile
 from .runtime.environment import environment
 from .runtime.phases import Phases
@@ -63,6 +64,7 @@ def train(
     task: Task | None = None
     progress: TrainingProgress | None = None
     saver: Saver | None = None
+    claimed = False
     try:
         layout = config.layout_on(rank_info)
         task = tasks.load(config.task)
@@ -75,7 +77,7 @@ def train(
             phases.end("process_group")
             samples = len(source_of(task.train(), task=task.name))
             progress = TrainingProgress(steps=config.total_steps(samples))
-            identity = {**config.identity(), **task.identity()}
+            identity = as_recorded({**config.identity(), **task.identity()})
             nothing_left = claim(directory, identity, progress.steps, group, adopt=config.adopt)
             if nothing_left is not None:
                 console.say(nothing_left)
@@ -83,9 +85,10 @@ def train(
                     export_finished(directory, group, config.export)
                     console.say(f"wrote its weights to {config.export}")
                 return EXIT_DONE
+            claimed = True
             stop.leave_by(lambda name: leave_early(directory, name))
             check_ahead(config, progress, group)
-            group.on_rank_0(lambda: flags.write_file(directory.path / "config.toml", config))
+            group.on_rank_0(lambda: write_config(directory, config))
             parts = Parts(task=task, config=config, layout=layout, group=group)
             with refusing_failures(parts):
                 trainer = assemble(parts, identity, progress, directory, console, stop)
@@ -113,17 +116,29 @@ def train(
                 return EXIT_PREEMPTED
             finish(trainer)
             return EXIT_DONE
-    except UsageError:
-        raise
     # A task that calls sys.exit() must not end the run as if it were done.
     except (Exception, SystemExit) as error:
-        exit_status = fail(error, directory, task, progress)
+        if isinstance(error, UsageError) and not claimed:
+            raise
+        exit_status = fail(error, directory, task, progress, claimed=claimed)
         if saver:
             saver.leave()
         return exit_status
     finally:
         if directory.event_file:
             directory.event_file.close()
+
+
+def write_config(directory: RunDirectory, config: Config) -> None:
+    """Record the configuration of this start, for another run: without the run directory.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    # A link there may lead to any file of the user's.
+    with suppress(OSError):
+        (directory.path / "config.toml").unlink()
+    flags.write_file(directory.path / "config.toml", dataclasses.replace(config, run_dir=None))
 
 
 def leave_early(directory: RunDirectory, signal_name: str) -> None:

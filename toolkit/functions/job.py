@@ -19,6 +19,7 @@ from toolkit.runs.records import run_directory
 from toolkit.runs.records.log_reader import Span, end_of
 from toolkit.runs.run import Run, ShownRun, pauses
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.slurm.submission import jobs_stamp
 from toolkit.text import untrusted
 
 R = TypeVar("R", covariant=True)
@@ -45,12 +46,14 @@ class StatusPoll:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._statuses: list[RunStatus] = []
-        self._next_s = float("-inf")
+        self._next_s, self._stamp = float("-inf"), jobs_stamp(run.run_dir)
         self._pauses = pauses(*_QUERY_PAUSES_S)
 
     def status(self, index: int, *, force: bool = False) -> RunStatus:
         """Return the status of a job; with `force`, from a new query."""
-        if force or time.monotonic() >= self._next_s:
+        stamp = jobs_stamp(self._run.run_dir)
+        if force or time.monotonic() >= self._next_s or stamp != self._stamp:
+            self._stamp = stamp
             try:
                 run = self._run
                 self._statuses = run.statuses() if run.points else [run.status()]

@@ -19,7 +19,7 @@ from toolkit.errors import LauncherError
 from toolkit.job.spec import JobSpec
 from toolkit.job.types import IN_RUN_DIR
 from toolkit.runs.records import run_directory
-from toolkit.runs.records.log_reader import attempt_numbers
+from toolkit.runs.records.log_reader import attempt_numbers, modified_at
 from toolkit.supervisor.evidence.echoes import ECHOES, NO_ECHOES
 from toolkit.text import untrusted
 
@@ -123,13 +123,19 @@ class SubmittedCall:
         An outcome after which the run may continue is not final; only the scheduler knows its end.
         """
         outcome = run_directory.outcome(self.run_dir) or {}
-        if outcome.get("attempt") != self.attempt:
+        if outcome.get("attempt") != self.attempt or self._is_resubmitted():
             return ""
         status = outcome.get("status")
         restart = untrusted.whole(outcome.get("restart")) or 0
         if status == "fatal" and restart < self._restarts:
             return ""
         return str(status) if status in ("done", "fatal") else ""
+
+    def _is_resubmitted(self) -> bool:
+        """Whether a job was submitted after the outcome: `toolkit.resubmit`."""
+        written = modified_at(self.run_dir / "outcome.json")
+        lists = (folder / "jobs.jsonl" for folder in (self.run_dir, self.run_dir.parent))
+        return any(modified_at(path) > written for path in lists)
 
     def result(self, rank: int) -> Path:
         """Return the path of a rank's result."""

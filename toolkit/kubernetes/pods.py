@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from toolkit.kubernetes.workloads import Object
+from toolkit.planning.pods import WORKLOAD_LABEL
 from toolkit.runs.records.scheduler_times import Scheduled
 from toolkit.supervisor.evidence.rank_end import STOPS
 from toolkit.supervisor.evidence.torchrun_report import read_reports, report_texts
@@ -164,6 +165,10 @@ def _states(pod: Object, which: str, *, where: str = "state") -> Iterator[Object
 def failed_for_good(pod: Object) -> bool:
     """Whether a pod has ended in a way that another start would repeat."""
     is_over = (pod.get("status") or {}).get("phase") == "Failed"
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    words = [word for container in containers for word in container.get("args") or ()]
+    if label_of(pod, WORKLOAD_LABEL) == "TrainJob" and words and "--mark-end" not in words:
+        return False  # without runs_claim, its TrainingRuntime starts it again after any status
     return is_over and any(
         end.get("reason") in _NO_START
         or (end.get("exitCode") == FATAL and not pod["metadata"].get("deletionTimestamp"))

@@ -26,6 +26,7 @@ from toolkit.kubernetes.pods import (
     is_running,
     is_starting,
     label_of,
+    pods_of_last_start,
     sentence,
     short_name,
     trouble,
@@ -311,7 +312,8 @@ def _failed(obj: Object, message: str, evidence: Evidence) -> RunStatus:
     ]
     late = next((w for w in (message, *ends) if any(text in w for text in _OUT_OF_TIME)), "")
     death = first_death(pod for pod in evidence.pods if not disruption(pod))
-    taken = next((text for pod in evidence.pods if (text := disruption(pod))), "")
+    last = pods_of_last_start(evidence.pods)
+    taken = next((text for pod in last if (text := disruption(pod))), "")
     state, causes = RunState.PREEMPTED, [message, taken]
     if late:
         causes = [message, "" if late == message else late]

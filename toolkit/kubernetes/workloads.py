@@ -234,7 +234,12 @@ def objects_by_run(
             payloads.append(document)
             continue
         if document["kind"] != kind.kind:
-            companions.append(document)
+            # A template may add objects after the workload.
+            own = runs[-1] if runs and _run_of(document) == runs[-1].name else None
+            if own is not None:
+                runs[-1] = replace(own, companions=[*own.companions, document])
+            else:
+                companions.append(document)
             continue
         run = RunObjects(kind=kind, companions=companions, workload=document, payloads=payloads)
         companions, payloads = [], []
@@ -249,7 +254,13 @@ def objects_by_run(
             }
             run = replace(run, payloads=[*run.payloads, payload], apart=too_large(files))
         runs.append(run)
+    if runs and companions:
+        runs[-1] = replace(runs[-1], companions=[*runs[-1].companions, *companions])
     return runs
+
+
+def _run_of(document: Object) -> str:
+    return str((document["metadata"].get("labels") or {}).get(RUN_LABEL) or "")
 
 
 def holds_supervisor(document: Object) -> bool:

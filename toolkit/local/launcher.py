@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toolkit.errors import LauncherError, Problem
 from toolkit.job.environment import without_outer_job
-from toolkit.local.run import SUPERVISOR, LocalRun, LocalSweep
+from toolkit.local.run import SUPERVISOR, LocalPoint, LocalRun, LocalSweep
 from toolkit.planning.local import LocalPlan
 from toolkit.planning.plans import refusal
 from toolkit.profile import LocalProfile
@@ -109,10 +109,9 @@ class LocalLauncher(Launcher[LocalPlan]):
             LauncherError: always; for a run that can continue, with the command to continue it.
         """
         require_unfinished(run, run.status())
-        folder = shlex.quote(str(run.run_dir))
-        raise LauncherError(
-            f"{run.uri} is continued by hand: bash {folder}/{_SCRIPT} {folder} continue"
-        )
+        whole = run.sweep if isinstance(run, LocalPoint) else run
+        script, folder = shlex.quote(f"{whole.run_dir}/{_SCRIPT}"), shlex.quote(str(run.run_dir))
+        raise LauncherError(f"{run.uri} is continued by hand: bash {script} {folder} continue")
 
     def _supervise(self, run_dir: Path, plan: LocalPlan) -> None:
         """Start the supervisor, which holds the lock from its first instant."""

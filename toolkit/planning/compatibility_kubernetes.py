@@ -75,6 +75,14 @@ def kubernetes_problems(
             "continues without it; leave out `master`, or write one number of nodes",
             *("resources", "nnodes"),
         )
+    elif job.retries.in_job and job.resources.max_nodes > 1 and profile.master:
+        yield refusal(
+            "in-job-master",
+            f"retries.in_job {job.retries.in_job}: profile {profile.name!r} sets a Master, whose "
+            "operator gives torchrun a static rendezvous, so that torchrun cannot start the ranks "
+            "of several pods again; leave out `master`, or use retries.requeue",
+            *("retries", "in_job"),
+        )
     if profile.master and kind != "PyTorchJob":
         yield refusal(
             "master-workload",

@@ -102,6 +102,7 @@ class KubernetesPlan(plans.LaunchPlan):
     network_policy = property(attrgetter("profile.network_policy"))
     training_runtime = property(attrgetter("profile.training_runtime"))
     has_master = property(attrgetter("profile.master"))
+    host_network = property(attrgetter("profile.host_network"))
 
     @property
     def template(self) -> str:
@@ -351,7 +352,9 @@ def _of_pytorchjob(plan: KubernetesPlan) -> KubernetesPlan:
     if plan.profile.master:
         # An option would override the operator's variables.
         nproc = f"--nproc-per-node={job.resources.nproc_per_node}"
-        torchrun = (nproc, "--tee=3", *plans.carried_options(job))
+        # The operator gives the number of restarts to elastic jobs only.
+        restarts = [f"--max-restarts={job.retries.in_job}"] if job.retries.in_job else []
+        torchrun = (nproc, *restarts, "--tee=3", *plans.carried_options(job))
     else:
         torchrun = _meeting_at(endpoint, plan)
     return replace(

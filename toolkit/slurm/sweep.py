@@ -80,7 +80,8 @@ class SlurmSweep(SlurmRun):
 
     def conditions(self, wish: str) -> list[str]:
         """Return the sbatch dependencies on the end of all points."""
-        statuses, newest = self.statuses(), self.newest({})
+        statuses, rows = self.statuses(), self._rows()
+        newest, several = self.newest(rows), len(self._jobs_of(rows) or self.jobs) > 1
         pairs = list(zip(self.points, statuses, strict=True))
         live = [point for point, status in pairs if not (status.state.final or status.lost)]
         if wish == "ok":
@@ -90,7 +91,7 @@ class SlurmSweep(SlurmRun):
         elif not live:
             return self._met(wish, self.sum_of(statuses))
         jobs = list(dict.fromkeys(newest[point.index].job_id for point in live))
-        if len(self.jobs) == 1:
+        if not several:
             return [f"{CONDITIONS[wish]}:{job_id}" for job_id in jobs]
         if wish == "fail":
             raise LauncherError(
@@ -198,6 +199,13 @@ class SlurmPoint(SlurmRun):
         # While other tasks of the array wait, slurmctld signals this task but reports a failure:
         # scancel would repeat the signal after 5 s, and again for a minute and a half.
         self._scancel("--batch", "--signal=USR2", *job_ids, within_s=4)
+
+    def conditions(self, wish: str) -> list[str]:
+        """Return the sbatch dependencies on this point's end."""
+        live = [task for task, row in self._rows().items() if not row.state.final]
+        if live:
+            return [f"{CONDITIONS[wish]}:{live[-1]}"]
+        return self._met(wish, self.status())
 
     def unfinished(self) -> list[int]:
         """Return this point if it ended without success."""

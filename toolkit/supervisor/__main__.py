@@ -87,6 +87,7 @@ def _add_pod(role: argparse.ArgumentParser) -> None:
     role.add_argument(
         "--mark-end", dest="marks", action="store_true", help="tell other pods of a final failure"
     )
+    role.add_argument("--host-network", action="store_true", help="HOSTNAME is that of the node")
     role.add_argument("--cgroups", default="/sys/fs/cgroup", help="where they are mounted")
     role.add_argument(
         "--env", dest="environ", type=_pair, action="append", default=[], help="NAME=VALUE of ranks"

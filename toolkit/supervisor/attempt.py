@@ -96,6 +96,9 @@ def open_attempt(run_dir: str, mode: str) -> Attempt:
             f"{run_dir} already holds a run; to go on with it: bash FILE {run_dir} continue"
         )
     since = number
+    if mode == "continue":
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(run_dir, "cancel_requested"))
     if mode == "restart":
         before = read(os.path.join(folder_of(run_dir, number - 1), "since"), 100).strip()
         since = int(before) if before.isdigit() else number

@@ -320,6 +320,8 @@ class Batch(JobEvidence):
         """Start srun, wait for it, and decide what follows."""
         if batch_opening.is_cancelled(self.start, self.attempt):
             self.stopping = "cancelled"
+        elif self.options.mode == "continue" and not self.start.follows:
+            batch_opening.withdraw_cancel(self.attempt.run_dir)
         if self.members is not None:
             self.members.cancel_joiners()  # those of an attempt that was killed
         self._link_log()
@@ -391,8 +393,8 @@ class Batch(JobEvidence):
         follows = self.restarts > 0 or self.options.mode == "chain"
         if not self.has_limits or not follows or not number or self.start.after is not None:
             return None
-        step = read_outcome(run_dir).step
-        reason = batch_opening.complete_previous(self.attempt, self.slurm, self.log, step)
+        outcome = read_outcome(run_dir)
+        reason = batch_opening.complete_previous(self.attempt, self.slurm, self.log, outcome)
         claim = folder_of(run_dir, number - 1) + "/notified"
         if not os.path.exists(claim + "-end.json"):
             word = reason.partition(":")[0]

@@ -12,6 +12,7 @@ from .attempt import Attempt, Refused, folder_of
 from .evidence import job_log
 from .evidence.files import open_regular, read
 from .evidence.job_log import JobLog
+from .evidence.outcome import Outcome
 from .schedulers.slurm import Slurm
 
 RESERVE_BYTES = 65536
@@ -204,6 +205,11 @@ def is_cancelled(start: Start, attempt: Attempt) -> bool:
     return False
 
 
+def withdraw_cancel(run_dir: str) -> None:
+    """Remove the mark of an earlier cancellation, which the mode `continue` revokes."""
+    _remove(os.path.join(run_dir, "cancel_requested"))
+
+
 def _newer(path: str, than: str) -> bool:
     """Whether a file exists and is newer than another file, if that exists."""
     try:
@@ -219,10 +225,10 @@ def _newer(path: str, than: str) -> bool:
 # ---- The previous attempt
 
 
-def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, step: str) -> str:
+def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, outcome: Outcome) -> str:
     """Complete the records of the previous attempt; return its reason.
 
-    Its script was killed or suspended before it wrote them. `step`: the one in outcome.json now.
+    Its script was killed or suspended before it wrote them. `outcome`: the record as it is now.
     """
     folder = folder_of(attempt.run_dir, attempt.number - 1)
     path = folder + "/reason"
@@ -243,7 +249,9 @@ def complete_previous(attempt: Attempt, slurm: Slurm, log: JobLog, step: str) ->
     if not reason or reason.startswith("terminated:"):
         reason = _after_a_kill(folder, reason, cause, slurm, lines)
     if killed:
-        save_step(folder, step)
+        began = outcome.attempt == str(attempt.number - 1)
+        counts = began or reason.partition(":")[0] not in ("preempted", "requeued", "fenced")
+        save_step(folder, outcome.step if counts else "")
     return reason
 
 

@@ -24,9 +24,10 @@ from typing import Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequ
 
 from .attempt import Attempt, folder_of
 from .evidence.files import read
+from .evidence.first_error import LOST_NODE
 from .evidence.memory import variables_of
 from .process import Signals, status_of
-from .schedulers.slurm import Slurm
+from .schedulers.slurm import Job, Slurm
 
 _CONNECT_S = 3.0
 """How long a node may take to answer a connection: the kernel asks three times."""
@@ -34,6 +35,9 @@ _CONNECT_S = 3.0
 _HEARTBEAT_S = 10.0
 """A node may live so long after its last heartbeat. Without it, the others meet 15 s later at the
 earliest: as soon as torchrun's rendezvous drops a node (torch 2.13)."""
+
+_MOST_FAILED = 3
+"""After so many jobs that have ended before they joined, an attempt submits no more."""
 
 _LOOK_S = 60.0
 """Interval between two looks at the heartbeat of the first node."""
@@ -47,6 +51,7 @@ class Members:
     def __init__(self, slurm: Slurm, attempt: Attempt, script: str, log: str) -> None:
         self.slurm, self.attempt, self.script, self.log = slurm, attempt, script, log
         self._before: Optional[int] = None
+        self._gave_up = False
 
     def look(self, endpoint: str, most: int, say: Callable[[str], None]) -> None:
         """Submit a job for each missing node."""
@@ -59,20 +64,35 @@ class Members:
         if here < before:
             say(f"{before - here} of {before} nodes lost; {here} go on")
         self._before = here
-        # Slurm still counts nodes that have restarted.
+        known = read(self.attempt.path("joiners")).split()
+        joined = self.slurm.waiting_or_running(known)
+        if joined is None:  # the controller does not answer
+            return
+        failed = [one for one in known if one not in joined and not self._has_begun(one)]
+        if len(failed) >= _MOST_FAILED:
+            if not self._gave_up:
+                say(f"{' '.join(failed)}: these jobs ended before they joined; none follows")
+            self._gave_up = True
+            return
+        # Slurm still counts nodes that have restarted, until it takes them from the job.
         restarted = set(read(self.attempt.path("restarted")).split())
-        joined = self.slurm.waiting_or_running(read(self.attempt.path("joiners")).split())
+        if restarted and job.nodes:
+            restarted.intersection_update(self.slurm.hostnames(job.nodes))
         for _ in range(here + len(joined) - len(restarted), most):
-            number = self._submit(job.nodes or self.slurm.node_list, endpoint)
+            number = self._submit(job, endpoint)
             if number is None:
                 return
             with open(self.attempt.path("joiners"), "a", encoding="ascii") as file:
                 file.write(f"{number}\n")
             say(f"job {number} waits for another node, to join this run")
 
-    def _submit(self, not_on: str, endpoint: str) -> Optional[int]:
+    def _has_begun(self, joiner: str) -> bool:
+        return os.path.exists(self.attempt.path(f"began-joined-by-{joiner}"))
+
+    def _submit(self, job: Job, endpoint: str) -> Optional[int]:
         return self.slurm.submit(
-            f"--exclude={not_on}",
+            f"--exclude={job.nodes or self.slurm.node_list}",
+            *([f"--chdir={job.folder}"] if job.folder else []),
             "--output=" + self.log.replace("%", "%%"),
             f"--job-name={self.slurm.environ.get('SLURM_JOB_NAME', 'torchrun')}-join",
             *("--nodes=1", "--no-requeue", "--no-kill=off"),
@@ -213,7 +233,7 @@ def _explain(path: str, node: str) -> None:
     """Write the rank's error file, from which torchrun takes the reason."""
     if path:
         extra = {"timestamp": str(int(time.time())), "py_callstack": ""}
-        message = f"NodeLost: {node} is lost; the ranks start again without it"
+        message = f"{LOST_NODE}{node} is lost; the ranks start again without it"
         with open(path, "x", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 

@@ -64,6 +64,8 @@ class Options(NamedTuple):
     """Whether a permanently failed pod informs the others by a mark in the run directory."""
     join_timeout_s: int = 0
     """How long pods wait for each other at the first pod; 0 if an operator sets the endpoint."""
+    host_network: bool = False
+    """Whether the pod has the name of its node, which its replacement does not have."""
     environ: Mapping[str, str] = MappingProxyType({})
     """Variables of the ranks with names that an operator reserves."""
     cgroups: str = "/sys/fs/cgroup"
@@ -101,6 +103,7 @@ class PodStart(PodFolder):
             cgroups=options.cgroups,
             nodes=options.nodes,
             command=options.command,
+            host_network=options.host_network,
         )
         self.options, self.signals = options, signals
         self.submission = os.environ.get("TRAIN_START", "")
@@ -249,6 +252,7 @@ class PodStart(PodFolder):
         for name in ("ended", "deserted", "repeated", "stopping"):
             with contextlib.suppress(OSError):
                 os.remove(self.file(name))
+        self._put_the_log_aside()
         if options.policy.limits.requeue:
             self._keep_the_last_error(started_before)
         self.start = str(uuid.uuid4())
@@ -259,6 +263,14 @@ class PodStart(PodFolder):
         except OSError as error:
             say(f"{self.file('began')} cannot be written: {error}")
             raise _Ended(FINAL) from None
+
+    def _put_the_log_aside(self) -> None:
+        """Begin torchrun's log anew: a failure of an earlier start is not one of this start."""
+        number = 0
+        while os.path.lexists(self.file(f"torchrun-{number}.log")):
+            number += 1
+        with contextlib.suppress(OSError):
+            os.rename(self.file("torchrun.log"), self.file(f"torchrun-{number}.log"))
 
     def _keep_the_last_error(self, started_before: bool) -> None:
         """Save the error of the last start, for comparison."""
@@ -446,9 +458,12 @@ class PodStart(PodFolder):
         if status == 0 and is_done and not self.stopping:
             self.write("ended", "")
             self.touch_shared("done")
-            text = after_restarts(self.run_dir, self.number, self.torchrun_logs())
+            logs = glob.glob(glob.escape(self.logs) + "/*/torchrun*.log")
+            text = after_restarts(self.run_dir, self.number, logs)
             self._tell("done", f"ended: done: all steps made{text}")
             raise _Ended(DONE)
+        if self._is_replaced():  # its failure is not one of the pod that has its place
+            raise _Ended(AGAIN)
         if self._ended_for_good():
             self._repeat_the_end()
         if self.exited_with(NO_PROGRESS_STATUS):

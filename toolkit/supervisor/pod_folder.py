@@ -28,10 +28,19 @@ class PodFolder(Evidence):
     """
 
     def __init__(
-        self, *, compares: bool, cgroups: str, nodes: int = 1, command: Sequence[str] = ()
+        self,
+        *,
+        compares: bool,
+        cgroups: str,
+        nodes: int = 1,
+        command: Sequence[str] = (),
+        host_network: bool = False,
     ) -> None:
         self.run_dir = os.environ["TRAIN_RUN_DIR"]
         self.name = os.environ["HOSTNAME"]
+        if host_network:  # of a PyTorchJob with a Master, only the operator's RANK is an index
+            index = os.environ.get("JOB_COMPLETION_INDEX") or os.environ.get("RANK", "0")
+            self.name = f"pod-{index}"
         self.number = 0
         self.logs = self.own = ""
         """The attempt's folder, and this pod's subfolder."""

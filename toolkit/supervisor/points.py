@@ -154,7 +154,7 @@ class _Sweep:
 
     def _start(self, name: str, share: int) -> None:
         options, folder = self.options, os.path.join(self.options.run_dir, name)
-        if options.mode != "continue" and os.path.exists(os.path.join(folder, CANCEL)):
+        if os.path.exists(os.path.join(folder, CANCEL)):
             return  # cancelled while it waited
         os.makedirs(os.path.join(folder, "logs"), exist_ok=True)
         environ = dict(os.environ)

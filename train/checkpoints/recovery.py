@@ -75,9 +75,9 @@ def look(
             gone = any(gone for _, gone in reports)
         if not reason:
             return Sighting(best=position, damaged=tuple(damaged.items()))
-        if gone:
+        if gone and position not in (there := listed()):
             # A newer checkpoint has replaced it.
-            positions = [p for p in listed() if p != position and p not in damaged]
+            positions = [p for p in there if p not in damaged]
         else:
             damaged[position] = reason
     return Sighting(best=None, damaged=tuple(damaged.items()))

@@ -49,8 +49,13 @@ def fail(
     directory: RunDirectory,
     task: "Task | None",
     progress: TrainingProgress | None,
+    *,
+    claimed: bool = True,
 ) -> int:
-    """Record and report a failure; return the exit status."""
+    """Record and report a failure; return the exit status.
+
+    `claimed`: the directory is ours; before that, it may belong to another process's run.
+    """
     # Import this late, as it imports torch.
     from .diagnose import explain, in_short, is_ours_alone
 
@@ -61,7 +66,7 @@ def fail(
     if rank_info.world_size > 1 and is_collateral(error) and not is_ours_alone(error):
         text = lost(error, progress)
         reason = str(error) if isinstance(error, PeerError) else text
-        record(directory, progress, "retryable", reason, rank=rank_info.rank)
+        record(directory, progress, "retryable", reason, rank=rank_info.rank, claimed=claimed)
         tell_echo(rank_info, text)
         return EXIT_FAILED
     if isinstance(error, TrainError):
@@ -70,16 +75,17 @@ def fail(
         if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
             rank = None if agreed else rank_info.rank
             status = "retryable" if isinstance(error, ReplicaError) else "fatal"
-            record(directory, progress, status, str(error), rank=rank)
+            record(directory, progress, status, str(error), rank=rank, claimed=claimed)
         tell(rank_info, str(error))
         return error.exit_status
     if problem := unwritable(error, directory.path):
-        record(directory, progress, "fatal", problem, rank=rank_info.rank)
+        record(directory, progress, "fatal", problem, rank=rank_info.rank, claimed=claimed)
         tell(rank_info, problem)
         return EXIT_FAILED
     text = explain(error, task, progress)
     summary = f"{in_short(error)}\n{text}"
-    record(directory, progress, "fatal", summary.replace("\n", "; "), rank=rank_info.rank)
+    reason = summary.replace("\n", "; ")
+    record(directory, progress, "fatal", reason, rank=rank_info.rank, claimed=claimed)
     tell(rank_info, text, trace="".join(traceback.format_exception(error)), summary=summary)
     return EXIT_FAILED
 
@@ -135,6 +141,7 @@ def record(
     reason: str,
     *,
     rank: int | None,
+    claimed: bool = True,
 ) -> None:
     """Record a failure: `fatal` for a cause, `retryable` for its echo on another rank."""
     old = directory.read_outcome()
@@ -148,7 +155,8 @@ def record(
     )
     # A missing directory (another node's) or a full disk must not hide the error itself.
     with suppress(OSError, TrainError):
-        directory.write_outcome(outcome)
+        if not directory.write_outcome(outcome, early=not claimed) and not claimed:
+            return
     with suppress(OSError, TrainError):
         directory.event("error", step=outcome.step, status=outcome.status, reason=outcome.reason)
 

@@ -24,7 +24,7 @@ from ..parallel.base import Parts, Strategy
 from ..parallel.consistency import check_data
 from ..parallel.pipeline import split
 from ..rundir.console import Console, figures
-from ..rundir.jsonl import dump
+from ..rundir.jsonl import as_recorded, dump
 from ..runtime.process_group import Channel, RankGroup, open_group
 from ..runtime.rank import RankInfo
 from ..runtime.signals import StopRequest
@@ -71,7 +71,7 @@ def infer(config: Config, rank_info: RankInfo, stop: StopRequest, console: Conso
                 raise UsageError(f"--evaluate-only: test() of task {task.name!r} has no samples")
             check_data(test, test, group, task=task.name)
             strategy = prepare(config, task, group, test)
-            identity = {"task": config.task, **task.identity()}
+            identity = as_recorded({"task": config.task, **task.identity()})
             loaded = checkpoint.load(strategy, group, identity, console)
             if config.predict is None:
                 evaluate(config, strategy, test, loaded, console)

@@ -54,13 +54,19 @@ def clip(strategy: Strategy, norm: float, limit: float) -> None:
 
 def not_finite(strategy: Strategy) -> list[str]:
     """Name the parameters with an infinity or NaN in this rank's part."""
-    parts = {name: local(p.detach()) for name, p in strategy.named_parameters()}
+    # Whole numbers are finite; torch computes no norm of them, nor of one-byte floats.
+    named = strategy.named_parameters()
+    parts = {n: local(p.detach()) for n, p in named if p.dtype.itemsize > 1 and _inexact(p)}
     if not parts:
         return []
     # Use a sum of squares, the fastest single pass over memory, for all parameters together.
     norms = torch._foreach_norm(list(parts.values()))
     finite = torch.stack([norm.to(strategy.norm_device) for norm in norms]).isfinite().tolist()
     return [name for name, good in zip(parts, finite, strict=True) if not good]
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

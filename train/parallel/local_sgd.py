@@ -88,7 +88,8 @@ class LocalSgd(WholeModel):
         """
         if not self.parts.group.connected:
             return
-        weights = [parameter.detach() for _, parameter in self.named_parameters()]
+        named = self.named_parameters()
+        weights = [parameter.detach() for _, parameter in named if parameter.requires_grad]
         state = self._optimizer.tensors()
         if self._uneven and self.parts.config.local_steps > 1:
             state = self._state_of_all(state)

@@ -4,7 +4,6 @@ A run is proved before its first step, and again at a start with other settings 
 proof, such as another number of ranks or another schedule. `--verify-only` only makes the proof.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from ..errors import EXIT_DONE, ProofError, StrategyError, TrainError, is_collat
 from ..failure.record import report
 from ..parallel.base import Parts
 from ..parallel.layout import Layout
+from ..rundir import untrusted
 from ..rundir.console import Console
 from ..rundir.files import VERSION, RunDirectory, write_atomically
 from ..rundir.jsonl import dump
@@ -102,8 +102,8 @@ def _proved_way(directory: RunDirectory, *, required: bool) -> object:
         required: Whether a record that no proof was possible counts as none.
     """
     with suppress(OSError, ValueError):
-        record = json.loads((directory.path / RECORD).read_text(encoding="utf-8"))
-        if isinstance(record, dict) and not (required and record.get("missing")):
+        record = untrusted.read_object(directory.path / RECORD)
+        if not (required and record.get("missing")):
             return record.get("way")
     return None
 

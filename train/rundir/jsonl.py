@@ -9,9 +9,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from . import untrusted
 
@@ -35,6 +36,12 @@ def dump(record: object, indent: int | None = None) -> str:
     except (TypeError, ValueError):
         # Only these rare records need a walk through their values.
         return json.dumps(_strict(record), indent=indent, allow_nan=False)
+
+
+def as_recorded(record: Mapping[str, object]) -> dict[str, Any]:
+    """Return a record as its file holds it: a tuple is a list there."""
+    read: dict[str, Any] = json.loads(dump(record))
+    return read
 
 
 def dump_numbers(record: Mapping[str, object]) -> str:
@@ -70,6 +77,8 @@ class Journal:
         self._opened = self._last = float("-inf")
         # The file's length, unless another process has written since.
         self._length = -1
+        # A checkpoint's thread writes events, too.
+        self._one_at_a_time = threading.RLock()
 
     def append(self, *lines: str, create: bool = True) -> int:
         """Write lines, and return the new length of the file in bytes.
@@ -78,6 +87,10 @@ class Journal:
             lines: The lines, without their ends.
             create: Whether to make the file if it is missing.
         """
+        with self._one_at_a_time:
+            return self._append(lines, create=create)
+
+    def _append(self, lines: Sequence[str], *, create: bool) -> int:
         now = time.monotonic()
         handle, length = self._open(now, create=create)
         if length != self._length and length and os.pread(handle, 1, length - 1) != b"\n":
@@ -129,7 +142,7 @@ class MetricsLog:
         self._waiting: deque[tuple[float, Mapping[str, object], int]] = deque()
         self._written = float("-inf")
         self._thins = False
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()
         self._held_back = threading.Event()
         self._keeper: threading.Thread | None = None
 

@@ -45,7 +45,9 @@ class StopRequest:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="stop-watch", daemon=True).start()
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            # nohup has the hangup of a terminal ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._note)
         # `--spawn` starts its ranks with blocked signals: none must end one that cannot answer yet.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import ROOT
 from tests.train.support.ranks import on_ranks
 from tests.train.support.reading import same, whole
 from train.checkpoints import recovery, store
@@ -273,3 +276,19 @@ def test_headers_that_one_rank_cannot_read_are_told_on_all_ranks(
     reasons = on_ranks(2, loaded_on, tmp_path, tmp_path / str(broken), source)
     assert reasons[0] == reasons[1]
     assert reasons[0].startswith(f"rank {broken}: cannot read checkpoint {tmp_path / str(broken)}")
+
+
+def test_links_to_checkpoints_that_are_gone_are_skipped_with_a_reason(tmp_path: Path) -> None:
+    """As to an archive that is not mounted here. In a process of its own, which may not end."""
+    folder = tmp_path / "checkpoints/attempt-0"
+    folder.mkdir(parents=True)
+    for step in (10, 20):
+        (folder / f"step-{step:08d}").symlink_to("/not/mounted")
+    code = (
+        "from pathlib import Path\n"
+        "from train.checkpoints.recovery import look\n"
+        f"print([p.step for p, _ in look(Path({str(tmp_path)!r}), attempt=0).damaged])\n"
+    )
+    argv = [sys.executable, "-c", code]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert said.stdout == "[20, 10]\n"

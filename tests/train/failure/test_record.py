@@ -374,3 +374,51 @@ def test_ranks_without_a_gpu_among_ranks_that_have_one_are_named(
 def test_the_limit_stands_for_a_full_disk() -> None:
     """The disk test above relies on this: beyond the limit a write fails, and does not kill."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+MOUNTED = """
+import os
+
+from train.tasks.digits import Digits
+
+
+class Mounted(Digits):
+    def train(self):
+        open(os.environ["DATA"]).close()
+        return super().train()
+"""
+
+
+def test_a_failure_before_the_claim_leaves_the_outcome_of_a_live_run(
+    start: Start, tmp_path: Path
+) -> None:
+    """As of an export of its weights on a node without the data."""
+    (tmp_path / "t.py").write_text(MOUNTED)
+    (tmp_path / "data").touch()
+    flags, run_dir = ("--task=t.py:Mounted", "--steps=100000"), tmp_path / "run"
+    live = start.single(*flags, "--checkpoint-every=0", run_dir=run_dir, DATA="data")
+    live.wait_for_step(1)
+    before = live.outcome()
+    start.single(*flags, run_dir=run_dir, DATA="missing").finish(1)
+    assert live.outcome() == before
+    live.process.send_signal(signal.SIGTERM)
+    live.finish(75)
+    assert live.outcome()["status"] == "preempted"
+
+
+WRONG = """
+from train.tasks.digits import Digits
+
+
+class Wrong(Digits):
+    def metrics(self, score, count):
+        return [1.0]
+"""
+
+
+def test_a_usage_error_of_a_claimed_run_is_fatal(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(WRONG)
+    run = start.single("--task=t.py:Wrong", "--steps=2", run_dir=tmp_path / "run").finish(2)
+    outcome = run.outcome()
+    assert (outcome["status"], outcome["step"]) == ("fatal", 2)
+    assert "metrics() gave [1.0]" in outcome["reason"]

@@ -6,16 +6,17 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from train.checkpoints.store import Position, list_committed, verify
 from train.errors import NonFiniteLoss
+from train.model.gradients import not_finite
 
 if TYPE_CHECKING:
     from tests.train.conftest import Start
@@ -163,3 +164,17 @@ def searched(rank: int) -> dict[str, tuple[list[str], int]]:
             assert not list(Path(folder).rglob("step-*"))
             found[name] = not_finite(trainer.strategy), str(caught.value).count("0.weight")
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_frozen_codes_of_a_quantised_model_are_finite(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 2)
+    model.codes = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+
+    class Holding:
+        norm_device = torch.device("cpu")
+        named_parameters = model.named_parameters
+
+    assert not_finite(cast(Any, Holding())) == []
+    model.bias.data[0] = torch.inf
+    assert not_finite(cast(Any, Holding())) == ["bias"]

@@ -98,3 +98,25 @@ def test_a_killed_server_ends_its_trainers(start: Start, tmp_path: Path) -> None
     assert sum(map(run.output().count, said)) == TRAINERS + 1, run.output()
     assert "train/session.py" not in run.output()
     assert with_environment(str(tmp_path)) == set()
+
+
+SLOW = """
+import time
+
+from train.tasks.digits import Digits
+
+
+class Slow(Digits):
+    def score(self, outputs, targets):
+        time.sleep(0.5)
+        return super().score(outputs, targets)
+
+    def test(self):
+        return super().test().part(0, 30)
+"""
+
+
+def test_an_evaluation_may_take_longer_than_trainers_wait(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(SLOW)
+    flags = ("--task=t.py:Slow", "--strategy=ps", "--steps=2", "--eval-batch=2", "--timeout-s=5")
+    start.whole(2, *flags, run_dir=tmp_path / "run")

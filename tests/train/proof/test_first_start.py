@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +17,9 @@ from train.cli.flags import parse
 from train.errors import UsageError
 from train.proof.session import memory_problem
 from train.runtime.rank import RankInfo
+
+if TYPE_CHECKING:
+    from tests.train.conftest import Start
 
 FILE = proved.__file__
 STEPS = ("--steps", "2", "--global-batch", "8")
@@ -140,3 +145,12 @@ def test_flags_that_make_no_sense_are_refused(
     with pytest.raises(UsageError) as refusal:
         parse([*flags, "--run-dir", str(tmp_path)], {}, RankInfo())
     assert str(refusal.value) == text
+
+
+def test_a_pipe_in_the_place_of_the_record_holds_no_start(start: Start, tmp_path: Path) -> None:
+    """As others may make one in a run directory that a group can write."""
+    flags, run_dir = ("--task=digits", "--micro-batch=16", "--verify"), tmp_path / "run"
+    start.single(*flags, "--steps=2", run_dir=run_dir).finish()
+    (run_dir / "proof.json").unlink()
+    os.mkfifo(run_dir / "proof.json")
+    start.single(*flags, "--steps=4", run_dir=run_dir).finish()

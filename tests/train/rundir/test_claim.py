@@ -183,3 +183,32 @@ def test_exact_sums_differ_from_others_by_their_own_flag_alone() -> None:
     assert differences(fast, exact) == ["reduce: 'fast' there, 'exact' here"]
     more = Config(reduce="exact", virtual_shards=16).identity()
     assert differences(exact, more) == ["virtual_shards: 4 there, 16 here"]
+
+
+def test_the_recorded_configuration_fits_another_run(start: Start, tmp_path: Path) -> None:
+    """It names no run directory, and is not written through a link that was there."""
+    old, new, other = tmp_path / "old", tmp_path / "new", tmp_path / "other.txt"
+    old.mkdir()
+    other.write_text("mine")
+    (old / "config.toml").symlink_to(other)
+    start.single("--task=digits", "--steps=2", run_dir=old).finish()
+    assert other.read_text() == "mine"
+    start.single(f"--config={old}/config.toml", run_dir=new).finish()
+    assert (new / "outcome.json").exists()
+
+
+LAYERS = """
+from train.tasks.digits import Digits
+
+
+class Layers(Digits):
+    def identity(self):
+        return {**super().identity(), "layers": (64, 128)}
+"""
+
+
+def test_a_tuple_in_an_identity_is_the_list_that_is_recorded(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(LAYERS)
+    flags, run_dir = ("--task=t.py:Layers",), tmp_path / "run"
+    start.single(*flags, "--steps=2", run_dir=run_dir).finish()
+    assert start.single(*flags, "--steps=4", run_dir=run_dir).finish().outcome()["step"] == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,21 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(path)], env=env, check=True)
     # Only torn lines are lost.
     assert path.read_text() == "12345678\na\ny\n"
+
+
+def test_two_threads_append_to_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's thread writes events, too."""
+    journal, write = Journal(tmp_path / "events.jsonl"), os.write
+    others: list[threading.Thread] = []
+
+    def slow(handle: int, data: bytes) -> int:
+        if not others:  # meanwhile another thread comes
+            others.append(threading.Thread(target=journal.append, args=("{}",)))
+            others[0].start()
+            others[0].join(0.5)
+        return write(handle, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    journal.append("{}")
+    others[0].join()
+    assert (tmp_path / "events.jsonl").read_text() == "{}\n{}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -293,3 +294,14 @@ def test_a_stop_does_not_wait_long_for_the_first_step(start: Start, tmp_path: Pa
     run.finish(75)
     outcome = run.outcome()
     assert (outcome["status"], outcome["reason"]) == ("preempted", "stopped by SIGTERM")
+
+
+def test_a_hangup_that_nohup_ignores_does_not_stop_a_run(start: Start, tmp_path: Path) -> None:
+    argv = ["nohup", sys.executable, "-m", "train", "--task=digits", "--steps=100000"]
+    run = start.command([*argv, "--no-verify"], tmp_path / "run", 0, {})
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_for_step(run.metrics()[-1]["step"] + 3)
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+    assert run.outcome()["reason"] == "stopped by SIGTERM"

@@ -2,15 +2,18 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fakes.kubernetes import FakeKubernetes
+from tests.support.rendered import manifest
 from tests.unit.kubernetes.site import Site, every_workload, make_job, make_profile, runtime
 from toolkit.errors import PlanError
 from toolkit.job.kubernetes_options import Workload
 from toolkit.job.spec import JobSpec
+from toolkit.kubernetes.workloads import KINDS, objects_by_run
 from toolkit.planning import plan
 from toolkit.planning.kubernetes import KubernetesPlan
 from toolkit.rendering import render
@@ -120,3 +123,19 @@ def values(body: Any, key: str) -> set[str]:
         own = {body[key]} if isinstance(body.get(key), str) else set()
         return own.union(*(values(entry, key) for entry in body.values()))
     return set().union(*(values(item, key) for item in body)) if isinstance(body, list) else set()
+
+
+def test_what_a_template_adds_after_the_workload_is_submitted(tmp_path: Path) -> None:
+    folder = tmp_path / "kubernetes"
+    folder.mkdir()
+    (folder / "job.yaml.j2").write_text(
+        '{% extends "toolkit/kubernetes/job.yaml.j2" %}\n{% block after %}\n---\n'
+        "apiVersion: policy/v1\nkind: PodDisruptionBudget\n"
+        "metadata: {name: {{ plan.run_name }}, namespace: {{ plan.namespace }}, "
+        "labels: {{ plan.labels | yaml_flow }}}\nspec: {maxUnavailable: 0}\n{% endblock %}\n"
+    )
+    for job in ({}, {"sweep": {"grid": {"--lr": ["1", "2"]}}}):
+        runs = objects_by_run(manifest(job, {"templates_dir": str(tmp_path)}, "Job"), KINDS["Job"])
+        for run in runs:
+            added = [one for one in run.companions if one["kind"] == "PodDisruptionBudget"]
+            assert [one["metadata"]["name"] for one in added] == [run.name]

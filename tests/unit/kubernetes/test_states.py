@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.rendered import manifest, workload
 from toolkit.job.kubernetes_options import Workload
-from toolkit.kubernetes.pods import last_words, scheduled_of
+from toolkit.kubernetes.pods import FATAL, last_words, scheduled_of
 from toolkit.kubernetes.status import (
     Evidence,
     by_owner,
@@ -497,3 +498,42 @@ def test_pods_that_a_job_has_replaced_say_nothing_of_its_last_start() -> None:
         {"state": {"terminated": {"exitCode": 1, "finishedAt": "1970-01-01T00:00:20Z"}}}
     ]
     assert scheduled_of([old, made(0, 30, 33), made(1, 31, 32)]) == [Scheduled(30, 30, 33)]
+
+
+def failed_pod(name: str, hour: int, code: int, **more: Any) -> dict[str, Any]:
+    labels = {"torch-deploy-toolkit/run": "t", "batch.kubernetes.io/job-completion-index": "0"}
+    labels |= more.pop("labels", {})
+    end = {"exitCode": code, "reason": "Error", "finishedAt": f"2026-12-01T0{hour + 1}:00:00Z"}
+    metadata = {"name": name, "labels": labels, "creationTimestamp": f"2026-12-01T0{hour}:00:10Z"}
+    containers = [{"name": "node", "state": {"terminated": end}}]
+    status = {"phase": "Failed", "containerStatuses": containers}
+    return {"metadata": metadata, "spec": more.pop("spec", {}), "status": {**status, **more}}
+
+
+def test_an_earlier_eviction_does_not_make_a_failed_run_a_preempted_one() -> None:
+    failed = {"type": "Failed", "status": "True", "reason": "FailedIndexes"}
+    job = {"metadata": {"name": "t"}, "status": {"conditions": [failed]}}
+    evicted = failed_pod("t-0-a", 1, 138, reason="Evicted", message="low on resource")
+    pods = [evicted, failed_pod("t-0-b", 2, 138), failed_pod("t-0-c", 3, 138)]
+    assert status_of(KINDS["Job"], job, Evidence(pods=pods)).state is RunState.FAILED
+    assert status_of(KINDS["Job"], job, Evidence(pods=[evicted])).state is RunState.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("claim", "state"), [({}, RunState.RUNNING), ({"runs_claim": "r"}, RunState.FAILED)]
+)
+def test_a_trainjob_without_a_claim_goes_on_after_42(
+    claim: dict[str, str], state: RunState
+) -> None:
+    made = workload(manifest({}, claim, "TrainJob"))
+    args = made["spec"]["trainer"]["args"]
+    counts = {"jobsStatus": [{"name": "node", "ready": 1}]}
+    pod = failed_pod(
+        "t-node-0-0-a",
+        1,
+        FATAL,
+        labels={"torch-deploy-toolkit/workload": "TrainJob"},
+        spec={"containers": [{"name": "node", "args": args}]},
+    )
+    status = status_of(KINDS["TrainJob"], {**made, "status": counts}, Evidence(pods=[pod]))
+    assert status.state is state

@@ -95,6 +95,11 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{KUBERNETES}master: true\npod_security: baseline\n",
         4,
     ),
+    "in-job-master": (
+        "resources: {nnodes: 2}\nretries: {in_job: 1}\n",
+        f"{KUBERNETES}master: true\npod_security: baseline\n",
+        5,
+    ),
     "master-workload": (
         "kubernetes: {workload: JobSet}\n",
         f"{KUBERNETES}master: true\npod_security: baseline\n",

@@ -296,3 +296,20 @@ def test_how_many_points_run_at_a_time_is_for_a_queue_to_say() -> None:
     with pytest.raises(toolkit.PlanError, match="only the quota of a Kueue queue limits"):
         manifest(job, {})
     assert faults(manifest(job, {"queue": "team"})) == []
+
+
+def test_pods_with_their_nodes_host_name_know_it() -> None:
+    site = {"host_network": True, "pod_security": "privileged"}
+    for kind in ("PyTorchJob", "JobSet", "Job"):
+        assert "--host-network" in manifest({}, site, kind)
+        assert "--host-network" not in manifest({}, {}, kind)
+
+
+def test_torchrun_starts_ranks_again_beside_a_master_too() -> None:
+    site = {"master": True, "pod_security": "baseline"}
+    retries = {"retries": {"in_job": 3}}
+    spec = workload(manifest(retries, site, "PyTorchJob"))["spec"]["pytorchReplicaSpecs"]
+    (container,) = spec["Master"]["template"]["spec"]["containers"]
+    assert "--max-restarts=3" in container["args"]
+    with pytest.raises(toolkit.PlanError, match="leave out `master`"):
+        manifest({**retries, "resources": {"nnodes": 2}}, site, "PyTorchJob")

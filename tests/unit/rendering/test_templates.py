@@ -255,3 +255,12 @@ def test_our_own_templates_see_only_the_plan() -> None:
     for path in sorted((ROOT / "templates").rglob("*")):
         code = re.findall(r"{[{%](.*?)[}%]}", path.read_text() if path.is_file() else "", re.DOTALL)
         assert not [text for text in code if re.search(r"\b(job|profile)\.", text)], path
+
+
+def test_without_a_supervisor_a_point_of_a_sweep_stops_only_itself() -> None:
+    """The id of one of an array's tasks is that of the array: scancel would stop all of them."""
+    job = {"name": "probe", "command": ("true",), "sweep": {"grid": {"--lr": ("1", "2")}}}
+    profile = toolkit.SlurmProfile(name="s", supervisor="none")
+    text = toolkit.render(toolkit.plan(toolkit.JobSpec.model_validate(job), profile))
+    (stop,) = re.findall("scancel --signal=TERM ([^']+)'", text)
+    assert stop == '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'

@@ -7,7 +7,7 @@ import subprocess
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from toolkit.local.run import LocalRun
 from toolkit.runs.records.registry import RunRecord
 from toolkit.slurm.commands import Command, ask_jobs, ask_mine, ask_places, run_command
 from toolkit.slurm.login.ssh import SshConnection
+from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
 
 
@@ -495,3 +496,16 @@ def test_a_job_that_waits_for_its_turn_tells_its_place(tmp_path: Path) -> None:
     )
     assert (turn.place_in_queue, dependent.place_in_queue) == (2, None)
     assert "place" not in dependent.reason
+
+
+@pytest.mark.parametrize(("wish", "condition"), [("ok", "afterok"), ("any", "afterany")])
+def test_a_job_waits_for_a_point_that_was_continued_by_hand(
+    tmp_path: Path, wish: str, condition: str
+) -> None:
+    slurm = Slurm()
+    user = User(tmp_path, slurm)
+    sweep = user.run("sw", 77, points=2)
+    slurm.rows = user.line("sw", "77_0", "COMPLETED") + user.line("sw", "77_1", "FAILED")
+    slurm.rows += user.line("sw", "78_1", "RUNNING", " continue")
+    assert sweep.conditions(wish) == [f"{condition}:78_1"]
+    assert cast(SlurmRun, sweep.points[1]).conditions(wish) == [f"{condition}:78_1"]

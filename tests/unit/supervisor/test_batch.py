@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.batch_role import Role
+from toolkit.supervisor.attempt import open_attempt
 
 BOTH_BEGAN = 'echo 3 >"$logs/began-0"; echo 3 >"$logs/began-1"\n'
 BOTH_END = 'for n in 0 1; do echo {0} >"$logs/ended-$n"; done\n'
@@ -413,3 +414,31 @@ def test_what_the_ranks_could_not_do_without_is_looked_for(
 def test_a_server_of_names_that_is_away_proves_nothing(role: Role) -> None:
     (role.folder / "bin/getent").write_text("#!/bin/sh\nexit 1\n")
     assert role.run() == 0
+
+
+def cancelled(run_dir: Path) -> Path:
+    """Write a run that was cancelled; return the mark of the cancellation."""
+    before = run_dir / "logs/attempt-0"
+    before.mkdir(parents=True)
+    for name, text in (("since", "0"), ("reason", "cancelled: so"), ("exit_status", "1")):
+        (before / name).write_text(text + "\n")
+    mark = run_dir / "cancel_requested"
+    mark.touch()
+    os.utime(mark, (1, 1))
+    return mark
+
+
+def test_a_job_that_continues_a_cancelled_run_revokes_its_cancellation(tmp_path: Path) -> None:
+    """Else the next `toolkit cancel` would count as the second one, which kills at once."""
+    step = "echo 4 >$logs/began-0; echo 0 >$logs/ended-0; echo 0 >$logs/ended-1"
+    role = Role(tmp_path, mode="continue", step=step)
+    mark = cancelled(role.run_dir)
+    role.run()
+    assert "attempt 1 on" in role.log.read_text()
+    assert not mark.exists()
+
+
+def test_a_run_on_this_machine_that_is_continued_revokes_its_cancellation(tmp_path: Path) -> None:
+    mark = cancelled(tmp_path)
+    open_attempt(str(tmp_path), "continue")
+    assert not mark.exists()

@@ -566,3 +566,17 @@ def test_what_is_excluded_when_slurm_ends_the_script_is_said_once_it_has_ended(j
     assert job.terminated(killed=False) == 1
     assert job.reason == f"node_failure: down: n2{told}"
     assert job.asked == ["update jobid=7 excnodelist=n2"]
+
+
+@pytest.mark.parametrize("word", ["preempted", "requeued"])
+def test_attempts_that_were_preempted_before_they_began_and_then_killed_are_not_idle(
+    job: Job, word: str
+) -> None:
+    job.had(0, "preempted", step=100)
+    job.told(status="preempted", attempt=0, step=100)
+    for number in (1, 2, 3):
+        job.had(number, word)
+        (job.folder(number) / "reason").write_text(f"{word}: so; queued again; killed soon after\n")
+        job.attempt = number + 1
+        assert job.complete_previous() == 0
+        assert not (job.folder(number) / "step").exists()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -16,7 +16,9 @@ from tests.conftest import Until
 from toolkit.supervisor import elastic, node
 from toolkit.supervisor.attempt import Attempt
 from toolkit.supervisor.elastic import Members
+from toolkit.supervisor.evidence import first_error
 from toolkit.supervisor.process import Signals
+from toolkit.supervisor.schedulers import slurm
 from toolkit.supervisor.signs_of_life import SILENT_LOOKS, SignsOfLife
 
 SLEEPS = "import time; print(flush=True); time.sleep(600)"
@@ -227,3 +229,96 @@ def test_a_first_node_with_a_heartbeat_is_not_lost_though_it_does_not_answer(
         signal.set_wakeup_fd(-1)
     assert pauses == [2 * node.LIFE_S]
     assert (tmp_path / "first_lost").exists() is not beats
+
+
+@pytest.mark.parametrize("step", [None, 120])
+def test_the_loss_of_two_nodes_is_no_repeated_failure(tmp_path: Path, step: int | None) -> None:
+    folder = tmp_path / "logs/attempt-0/node-0/7-0"
+    for number, lost in enumerate(("n2", "n3")):
+        start = folder / f"attempt_{number}"
+        for rank in ("0", "1"):
+            (start / rank).mkdir(parents=True)
+        elastic._explain(str(start / "0/error.json"), lost)
+        (start / "1/stderr.log").write_text(LOST_ANOTHER)
+    (folder / "attempt_2/0").mkdir(parents=True)
+    if step:
+        outcome = {"status": "running", "attempt": 0, "step": step}
+        (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    starts = first_error.Attempt(str(tmp_path), 0, ["n1", "n2", "n3"])
+    assert first_error.repeated_failure(starts, str(folder), all_ended=False) is None
+
+
+LOST_ANOTHER = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4021
+"""
+
+
+# ---- Jobs that join
+
+
+class Queue:
+    """A Slurm in which jobs that join end at once."""
+
+    environ: ClassVar[dict[str, str]] = {"SLURM_JOB_NUM_NODES": "3"}
+    node_list, job_id = "n[1-3]", "7"
+
+    def __init__(self) -> None:
+        self.job = slurm.Job(node_count=2, nodes="n[1,3]", folder="/home/a b")
+        self.submitted: list[tuple[str, ...]] = []
+        self.queued: list[str] | None = []
+
+    def show_job(self) -> slurm.Job:
+        return self.job
+
+    def hostnames(self, nodes: str) -> list[str]:
+        return {"n[1,3]": ["n1", "n3"], "n[1-3]": ["n1", "n2", "n3"]}[nodes]
+
+    def waiting_or_running(self, job_ids: list[str]) -> list[str] | None:
+        return self.queued
+
+    def submit(self, *argv: str) -> int:
+        self.submitted.append(argv)
+        return 100 + len(self.submitted)
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+@pytest.fixture
+def joined(queue: Queue, tmp_path: Path) -> Members:
+    attempt = Attempt(str(tmp_path), 0, 0)
+    Path(attempt.logs).mkdir(parents=True)
+    return Members(cast(Any, queue), attempt, "script", "log")
+
+
+def test_jobs_that_end_before_they_join_are_not_submitted_for_ever(
+    queue: Queue, joined: Members
+) -> None:
+    """As with a node without the script's virtual environment."""
+    said: list[str] = []
+    for _ in range(240):
+        joined.look("n1:1", 3, said.append)
+    assert len(queue.submitted) == 3
+    assert "--chdir=/home/a b" in queue.submitted[0]
+    assert said[-1] == "101 102 103: these jobs ended before they joined; none follows"
+    assert len(said) == 5
+
+
+def test_while_the_queue_is_unknown_no_job_joins(queue: Queue, joined: Members) -> None:
+    queue.queued = None
+    joined.look("n1:1", 3, lambda _: None)
+    assert queue.submitted == []
+
+
+def test_a_restarted_node_that_slurm_has_taken_away_counts_once(
+    queue: Queue, joined: Members
+) -> None:
+    Path(joined.attempt.path("restarted")).write_text("n2\n")
+    queue.job = slurm.Job(node_count=3, nodes="n[1-3]")
+    joined.look("n1:1", 3, lambda _: None)
+    queue.queued, queue.job = ["101"], slurm.Job(node_count=2, nodes="n[1,3]")
+    joined.look("n1:1", 3, lambda _: None)
+    assert len(queue.submitted) == 1

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import toolkit
+from toolkit.local.launcher import LocalLauncher
 from toolkit.supervisor import __main__ as command_line
 from toolkit.supervisor.attempt import Refused, open_attempt
 from toolkit.supervisor.evidence.files import last_lines, read
@@ -178,3 +180,17 @@ def test_the_cost_of_a_failure_is_counted_from_the_newest_whole_checkpoint(
         os.utime(folder, (at, at))
     said = lost_since(Outcome(status="retryable", step="440"), str(tmp_path))
     assert said == (f", at step 440, {lost} checkpoint" if lost else "")
+
+
+def test_a_point_is_continued_by_the_script_of_its_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = toolkit.LocalProfile(name="l", runs_dir=str(tmp_path))
+    launcher = LocalLauncher(profile)
+    monkeypatch.setattr(launcher, "_supervise", lambda run_dir, plan: None)
+    job = {"name": "probe", "command": ("true",), "sweep": {"grid": {"--lr": ("1", "2")}}}
+    run = launcher.submit(toolkit.plan(toolkit.JobSpec.model_validate(job), profile))
+    with pytest.raises(toolkit.LauncherError) as error:
+        launcher.resubmit(run.points[1])
+    script, folder, mode = str(error.value).partition(": bash ")[2].split()
+    assert (Path(script).is_file(), folder, mode) == (True, str(run.points[1].run_dir), "continue")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import toolkit
 from tests.conftest import Until
 from tests.support.processes import with_environment
 from toolkit.supervisor.points import Options, at_once, gpus_here
@@ -135,8 +136,11 @@ def test_points_do_not_outlive_a_killed_supervisor(sweep: Sweep, until: Until) -
     until(lambda: [*sweep.text("stopped")] == POINTS[:2], "both are stopped")
 
 
-def test_a_point_that_is_cancelled_while_it_waits_never_starts(sweep: Sweep) -> None:
-    sweep.start("--most=1", "--cores=0")
+@pytest.mark.parametrize("mode", [(), ("continue",)])
+def test_a_point_that_is_cancelled_while_it_waits_never_starts(
+    sweep: Sweep, mode: tuple[str, ...]
+) -> None:
+    sweep.start(*mode, "--most=1", "--cores=0")
     sweep.have_begun(POINTS[0])
     (sweep.folder / POINTS[2]).mkdir()
     (sweep.folder / POINTS[2] / "cancel_requested").touch()
@@ -201,3 +205,17 @@ def test_signals_of_a_terminal_reach_the_points(sweep: Sweep) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(300) == 3
     assert [*sweep.text("stopped")] == POINTS
+
+
+@pytest.mark.parametrize("end", ["", "/", "//"])
+def test_a_points_folder_may_end_with_a_slash(tmp_path: Path, end: str) -> None:
+    """As the shell completes it; the script would make a sweep within the point."""
+    job = {"name": "probe", "command": ("true",), "sweep": {"grid": {"--lr": ("1", "2")}}}
+    made = toolkit.plan(toolkit.JobSpec.model_validate(job), toolkit.LocalProfile(name="l"))
+    (tmp_path / "python3").write_text('#!/bin/sh\necho "$3 $4 $5"\n')
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "run.sh").write_text(toolkit.render(made))
+    argv = ["bash", str(tmp_path / "run.sh"), f"{tmp_path}/sw/0001-lr=2{end}", "continue"]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[:2] == ["local", f"{tmp_path}/sw/0001-lr=2"]

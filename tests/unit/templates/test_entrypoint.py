@@ -775,3 +775,38 @@ def test_a_mistake_of_the_supervisor_is_tried_again_once(kind: str, tmp_path: Pa
     assert pod.failures == 2
     (ended,) = pod.runs.glob("logs/attempt-0/ended_for_good")
     assert ended.read_text() == "the supervisor failed: ZeroDivisionError: division by zero\n"
+
+
+def test_a_replaced_pod_that_fails_by_itself_does_not_end_its_replacement(
+    tmp_path: Path, until: Until
+) -> None:
+    """A node that was frozen comes back: its ranks have lost the others at once."""
+    old, new = (Pod(tmp_path, requeue=1) for _ in range(2))
+    start = {"TRAIN_START": "a"}
+    wait = 'touch "$TRAIN_RUN_DIR/{}"; until [ -e "$TRAIN_RUN_DIR/{}" ]; do sleep 0.02; done'
+    with old.start("torchrun", f"{wait.format('ready', 'back')}; exit 1", **start) as process:
+        until((old.runs / "ready").exists, "it runs")
+        with new.start("torchrun", wait.format("new", "goes"), **start) as replacement:
+            until((new.runs / "new").exists, "its replacement runs")
+            (old.runs / "back").touch()
+            assert process.wait(300) == AGAIN
+            (old.runs / "goes").touch()
+            assert replacement.wait(300) == DONE
+    assert not [*old.runs.glob("logs/*/ended_for_good")]
+
+
+def test_pods_with_their_nodes_host_name_are_counted_by_their_index(tmp_path: Path) -> None:
+    ends = []
+    for node in ("gpu1", "gpu2", "gpu3"):
+        pod = Pod(tmp_path, "PyTorchJob", name=node, requeue=1)
+        pod.options("--host-network")
+        ends.append(pod.run("exit 1", TRAIN_START="t", JOB_COMPLETION_INDEX="0"))
+    assert ends == [AGAIN, FINAL, FINAL]
+
+
+def test_a_failure_of_an_earlier_start_is_not_one_of_this_start(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    assert pod.run(f"say running; {idle(3, 2)}; exit 1") == AGAIN
+    assert pod.run("exit 1") == AGAIN, "its torchrun had no rank that ended with 2"
+    (ended,) = pod.runs.glob("logs/*/t-0/ended")
+    assert ended.read_text() == "torchrun ended with 1; failed: exit status 1; started again: 138\n"

@@ -75,6 +75,9 @@ _FAULT = re.compile(
 
 ANOTHER_ONE = "ranks have lost another one"
 
+LOST_NODE = "NodeLost: "
+"""Error of a rank that elastic.py has killed: the start did not fail, the next has other nodes."""
+
 _AFTER_MOST = 50
 """With more lines than this after an exception, the rank continued."""
 
@@ -265,6 +268,8 @@ class Look:
                 continue
             else:
                 text = _printed(file.path)
+            if text.startswith(LOST_NODE):
+                return None
             if not text or text.startswith("stopped by "):
                 continue
             if not is_echo(text):

@@ -80,6 +80,8 @@ class Job(NamedTuple):
     """The excluded nodes, as a Slurm node list."""
     nodes: str = ""
     node_count: Optional[int] = None
+    folder: str = ""
+    """The working directory of its script."""
 
 
 def job_in(text: str) -> Job:
@@ -90,6 +92,7 @@ def job_in(text: str) -> Job:
     """
     lines = [line for line in text.splitlines() if line.startswith("JobId=")]
     found = dict(word.partition("=")[::2] for line in lines for word in line.split())
+    folder = re.search(r" WorkDir=(/.*?)(?= [A-Z]\w*=|$)", lines[-1]) if lines else None
     return Job(
         state=found.get("JobState", ""),
         restarts=_number(found.get("Restarts")),
@@ -98,6 +101,7 @@ def job_in(text: str) -> Job:
         excluded=_list(found.get("ExcNodeList")),
         nodes=_list(found.get("NodeList")),
         node_count=_number((found.get("NumNodes") or "").partition("-")[0]),
+        folder=folder.group(1) if folder else "",
     )
 
 
@@ -201,10 +205,13 @@ class Slurm:
         found = re.findall("Submitted batch job ([0-9]+)", answer.text)
         return int(found[-1]) if found and answer.status == 0 else None
 
-    def waiting_or_running(self, job_ids: Sequence[str]) -> List[str]:
-        """Return the jobs that have not ended."""
-        argv = ("squeue", "-h", "-j", ",".join(job_ids), "-o", "==%A==")
-        return re.findall("==([0-9]+)==", self._ask(*argv).text) if job_ids else []
+    def waiting_or_running(self, job_ids: Sequence[str]) -> Optional[List[str]]:
+        """Return the jobs that have not ended; None if the controller does not answer."""
+        if not job_ids:
+            return []
+        answer = self._ask("squeue", "-h", "--me", "-o", "==%A==")
+        listed = re.findall("==([0-9]+)==", answer.text)
+        return None if answer.status else [one for one in job_ids if one in listed]
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs."""

@@ -198,19 +198,25 @@ class ServedTrainer(Trainer):
         return stop
 
     def measure(self) -> dict[str, float]:
-        """Evaluate the whole test set on the server."""
+        """Evaluate the whole test set on the server, which tells trainers that it goes on."""
         if not self.strategy.serves:
+            # Their wait for a single answer is limited by --timeout-s.
+            while self.group.sum([0.0, self.stop.requested])[0]:
+                pass
             return {}
         rank_info = dataclasses.replace(self.group.rank_info, rank=0, world_size=1)
         alone = Alone(rank_info=rank_info, device=self.group.device)
         parts = dataclasses.replace(self.strategy.parts, layout=Layout(), group=alone)
         whole = WholeModel(parts, self.strategy.model)
         batch = batch_size(self.config, self.strategy)
-        return measure(
-            *(self.task, whole, alone, self.test),
-            batch=batch,
-            stop_requested=lambda: self.stop.requested,
-        )
+        try:
+            return measure(
+                *(self.task, whole, alone, self.test),
+                batch=batch,
+                stop_requested=lambda: self.group.sum([1.0, self.stop.requested])[1] > 0,
+            )
+        finally:
+            self.group.sum([0.0, 0.0])
 
     def _serve(self, server: Server) -> Stretch:
         """Apply the updates of a stretch as they arrive, up to the next meeting of all ranks."""
