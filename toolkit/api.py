@@ -5,12 +5,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolkit.errors import LauncherError, Problem, ProfileError, RunNotFound
-from toolkit.job.spec import Dependency, JobSpec, parse_dependency
+from toolkit.job.spec import Dependency, JobSpec, load, parse_dependency
 from toolkit.launcher_plugins import BUILT_IN, plugin
 from toolkit.planning import LaunchPlan, plan
 from toolkit.planning.local import LocalPlan
@@ -31,7 +32,7 @@ from toolkit.runs.state import RunStatus, sum_of
 
 
 def submit(
-    job: JobSpec | LaunchPlan,
+    job: JobSpec | LaunchPlan | str | Path,
     *,
     to: str | Profile | None = None,
     after: Sequence[str | Dependency] = (),
@@ -62,7 +63,7 @@ def submit(
     return SlurmLauncher(made.profile).submit(made, after=dependencies, chain=chain)
 
 
-def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
+def run(job: JobSpec | LaunchPlan | str | Path, *, to: str | Profile | None = None) -> Run:
     """Start a run on this machine that ends with this process, however this process ends.
 
     Args:
@@ -85,12 +86,14 @@ def run(job: JobSpec | LaunchPlan, *, to: str | Profile | None = None) -> Run:
 
 
 def _planned(
-    job: JobSpec | LaunchPlan, to: str | Profile | None, *, default: str | None = None
+    job: JobSpec | LaunchPlan | str | Path, to: str | Profile | None, *, default: str | None = None
 ) -> LaunchPlan:
     if isinstance(job, LaunchPlan):
         if to is not None:
             raise ProfileError("a plan already has a profile; leave `to` out")
         return job
+    if isinstance(job, str | os.PathLike):
+        job = load(job)
     if to is None:
         to = default or require_default_profile()
     return plan(job, as_profile(to))

@@ -548,7 +548,7 @@ def test_gpus_that_are_not_there_are_refused_with_the_arithmetic(tmp_path: Path)
     with pytest.raises(toolkit.LauncherError) as refused:
         LocalLauncher(profile, gpus=lambda: 6).submit(toolkit.plan(job, profile))
     assert str(refused.value) == (
-        "2 nodes with 4 GPUs make 8, and this machine has 6; "
+        "8 GPUs are needed (2 x 4), and this machine has 6; "
         "--set resources.gpus_per_node=0 trains on its CPUs"
     )
     assert not (tmp_path / "runs").exists()

@@ -184,6 +184,27 @@ def _as_given(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(_AS_GIVEN, _as_given)
 
 
+def _is_close(error: click.NoSuchOption) -> bool:
+    """Whether a proposed option is one letter or an ending away: `--lr` is not `--help`."""
+    from toolkit.errors import nearest
+
+    return nearest(error.option_name, error.possibilities or (), cutoff=0.75) is not None
+
+
+def _instead(option: str) -> str:
+    """Return what to write in place of an option that no command has."""
+    word = option.lstrip("-").replace("-", "_")
+    if word in ("o", "out", "output"):
+        return "The text goes to stdout: add >FILE"
+    if word in ("profile", "target", "backend"):
+        return "--to names the profile"
+    from toolkit.job.spec import Resources
+
+    if word in Resources.model_fields:
+        return f"A key of the job file: --set resources.{word}=…"
+    return f"Put the options of the script into the job file: args: [{option}, …]"
+
+
 def main() -> None:
     """Run the command line; errors of the user end with one message and an exit status."""
     # Scripts and manifests are UTF-8 in every locale.
@@ -208,11 +229,10 @@ def main() -> None:
         usage, mark, message = shown.getvalue().partition("Error: ")
         for line in [*usage.splitlines(), f"{mark}{message.rstrip()}"]:
             say(line, err=True)  # the message may quote a file's name
-        if isinstance(error, click.NoSuchOption) and not error.possibilities:
+        if isinstance(error, click.NoSuchOption):
             name = error.ctx.command.name if error.ctx else None
-            if name in ("run", "submit", "render"):
-                args = f"args: [{error.option_name}, …]"
-                say(f"Put the options of the script into the job file: {args}", err=True)
+            if name in ("run", "submit", "render") and not _is_close(error):
+                say(_instead(error.option_name), err=True)
         sys.exit(exit_status.UNUSABLE)
     except InputError as error:
         for problem in first_of(error.problems, "problems"):

@@ -23,7 +23,7 @@ from toolkit.cli.main import (
     cli,
     example,
 )
-from toolkit.errors import LauncherError
+from toolkit.errors import LauncherError, RunLost
 
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 _MOST_FIGURES = 100
@@ -145,7 +145,9 @@ def cancel(names: tuple[str, ...], trust: bool, as_json: bool) -> None:
     for run, status in zip(runs, toolkit.statuses(runs), strict=True):
         error = None
         message = f"{run.uri} has ended already"
-        if not status.state.final:
+        if status.lost:
+            message = error = f"{run.uri}: {status.reason}"
+        elif not status.state.final:
             message = f"{run.uri} is asked to stop; `toolkit wait {run.name}` waits for it"
             try:
                 run.cancel()
@@ -233,6 +235,8 @@ def logs(
     first = next(lines, None)
     if first is not None:
         output.echo_log(itertools.chain([first], lines), at_once=1 if follow else 1000)
+    elif (status := opened.status()).lost:
+        raise RunLost(f"{opened.uri}: {status.reason}")
     elif ranks or grep is not None:
         output.say(f"no such line in the output of {opened.name}", err=True)
     if lost := opened.lost_output():

@@ -122,8 +122,10 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
         status = run.wait()
         output.print_end(run, status)
     name = shlex.quote(str(job))
-    what = "logs" if status.state is toolkit.RunState.FAILED else "report"
-    output.say(f"next: toolkit {what} {run.name}; toolkit render {name} --to slurm", err=True)
+    if status.state is toolkit.RunState.FAILED:
+        output.say(f"next: toolkit logs {run.name}", err=True)
+    else:
+        output.say(f"next: toolkit report {run.name}; toolkit render {name} --to slurm", err=True)
     if signal.SIGINT in received:
         sys.exit(exit_status.INTERRUPTED)
     sys.exit(exit_status.of_runs([status]))

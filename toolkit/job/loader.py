@@ -274,9 +274,12 @@ def _message(model: type[BaseModel], path: KeyPath, error: Any, written: str | N
         return f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}, not {shown}"
     if isinstance(value, Ambiguous):
         return f"{name}: must be {_EXPECTED[kind]}; {value.reading}"
-    return f"{name}: must be {_EXPECTED[kind]}, not {written or shown}"
+    listed = kind == "tuple_type" and path[-1] in ("args", "command")
+    example = f"; write a list: {path[-1]}: [{_WORDS[str(path[-1])]}]" if listed else ""
+    return f"{name}: must be {_EXPECTED[kind]}, not {written or shown}{example}"
 
 
+_WORDS = {"args": '--lr, "0.1"', "command": "python, -m, package"}
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys to values",

@@ -259,6 +259,22 @@ def _by_name(value: object) -> object:
 After = tuple[Annotated[Dependency, Prepared(_by_name)], ...]
 """Runs to wait for, all of them."""
 
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun")
+_LAUNCHER_MODULES = ("torch.distributed.launch", "torch.distributed.run")
+
+
+def _launcher_of(given: Mapping[str, Any]) -> str:
+    """Return the launcher of ranks that a job's module or command is; "" if it is none."""
+    command = given.get("command")
+    words = [str(word) for word in command] if isinstance(command, tuple) else []
+    program = words[0].rpartition("/")[2] if words else ""
+    if program in _LAUNCHERS and not (program == "accelerate" and words[1:2] != ["launch"]):
+        return program
+    module = given.get("module")
+    if program.startswith("python") and "-m" in words[:-1]:
+        module = words[words.index("-m") + 1]
+    return module if module in _LAUNCHER_MODULES else ""
+
 
 class JobSpec(FrozenModel):
     """One training job."""
@@ -375,6 +391,11 @@ class JobSpec(FrozenModel):
             problems.append(f"give one of module, script and command; found {which}")
         if given.get("command") == ():
             problems.append("command: the list is empty; name the program first")
+        if launcher := _launcher_of(given):
+            problems.append(
+                f"{launcher} would start in each rank of torchrun, and start ranks of its own; "
+                "write script: FILE.py, and resources: {nproc_per_node: N}"
+            )
         argv = [
             word
             for key in ("command", "args")

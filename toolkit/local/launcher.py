@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from toolkit.errors import LauncherError, Problem
+from toolkit.errors import LauncherError, Problem, nearest
 from toolkit.job.environment import without_outer_job
 from toolkit.local.run import SUPERVISOR, LocalPoint, LocalRun, LocalSweep
 from toolkit.planning.local import LocalPlan
@@ -82,7 +82,7 @@ class LocalLauncher(Launcher[LocalPlan]):
         if gpus > there:
             yield refusal(
                 "gpus-exceed-machine",
-                f"{need.max_nodes} nodes with {need.gpus_per_node} GPUs make {gpus}, and this "
+                f"{gpus} GPUs are needed ({need.max_nodes} x {need.gpus_per_node}), and this "
                 f"machine has {there}; --set resources.gpus_per_node=0 trains on its CPUs",
                 *("resources", "gpus_per_node"),
             )
@@ -90,6 +90,13 @@ class LocalLauncher(Launcher[LocalPlan]):
         script, folder = plan.job.script, Path(plan.workdir or ".")
         if script is not None and not plan.carried and not (folder / script).is_file():
             message = f"script: no file {script!r} in {str(folder.absolute())!r}"
+            first = next((word for word in script.split() if (folder / word).is_file()), None)
+            if first is not None:
+                message += f"; write script: {first}, and each word after it in args"
+            elif meant := nearest(script, [found.name for found in folder.glob("*.py")]):
+                message += f"; did you mean {meant!r}?"
+            else:
+                message += "; a job starts in the folder where you call this, or in `workdir`"
             yield refusal("script-missing", message, "script")
 
     def open(self, record: registry.RunRecord) -> LocalRun:

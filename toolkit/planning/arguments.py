@@ -12,6 +12,9 @@ from toolkit.planning.plans import refusal
 _VARIABLE = re.compile(r"(?<!\$)\$(?:([A-Z_][A-Z0-9_]*)(?![a-z])|\{([A-Z_][A-Z0-9_]*)\})")
 """An environment variable with a name in capitals: `$HOME`, not `$x`."""
 
+_TWO_WORDS = re.compile(r"--?[A-Za-z][-\w.]*\s+\S.*", re.DOTALL)
+"""An option and its value in one word: `--lr 0.1`."""
+
 _FOLDER = re.compile(r"--(out|output|.*dir|.*directory)", re.IGNORECASE)
 _OUTPUT = re.compile(r"--(out|save|ckpt|checkpoint).*", re.IGNORECASE)
 _INPUT = re.compile(
@@ -35,6 +38,13 @@ def argument_problems(job: JobSpec) -> Iterator[Problem]:
                 f"args[{at}]: {word!r} reaches the program as it is: only $TRAIN_RUN_DIR and "
                 f"$TRAIN_ATTEMPT are replaced; write the value, or read "
                 f"os.environ[{match[1] or match[2]!r}] in the program",
+                *("args", at),
+            )
+        if not is_shell and _TWO_WORDS.fullmatch(word):
+            split = ", ".join(word.split(None, 1))
+            yield refusal(
+                "option-with-its-value",
+                f"args[{at}]: {word!r} reaches the program as one word; write [{split}]",
                 *("args", at),
             )
         option, equals, value = word.partition("=")

@@ -304,7 +304,8 @@ def _stop_too_long(job: JobSpec, *, needed_s: int, what: str) -> Iterator[Proble
         yield refusal(
             "stop-beyond-time-limit",
             f"stop.grace {format_duration(job.stop.grace_s)} does not fit: {what} takes "
-            f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}",
+            f"{format_duration(needed_s)}, and time_limit is {format_duration(job.time_limit_s)}; "
+            "set a longer time_limit, or a shorter stop: {grace: …}",
             "time_limit",
         )
 

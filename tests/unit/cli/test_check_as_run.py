@@ -16,7 +16,7 @@ Toolkit = Callable[..., tuple[int, str]]
 
 GPUS = "resources: {nnodes: 2, nproc_per_node: 9, gpus_per_node: 9}"
 REFUSED: dict[str, tuple[str, str]] = {
-    "GPUs": (GPUS, "2 nodes with 9 GPUs make 18, and this machine has 2; "),
+    "GPUs": (GPUS, "18 GPUs are needed (2 x 9), and this machine has 2; "),
     "workers": (
         "resources: {gpus_per_node: 1, nproc_per_node: 2}",
         "nproc_per_node 2 exceeds gpus_per_node 1; ",

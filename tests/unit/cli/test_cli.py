@@ -137,7 +137,7 @@ def outcome(done: Result) -> tuple[int, str, str]:
             "bad.yaml:1: the key 'name' is missing\n"
             "bad.yaml:1: unknown key 'nmae'; did you mean 'name'?\n"
             'bad.yaml:2: module: no is a boolean to YAML 1.1; write "no" if you mean the text\n'
-            "bad.yaml:3: args: must be a list, not 'foo'\n"
+            "bad.yaml:3: args: must be a list, not 'foo'; write a list: args: [--lr, \"0.1\"]\n"
             "bad.yaml:4: resources: must be a mapping of keys to values, not 3\n"
             "bad.yaml:5: env: must be a mapping of keys to values, not a list\n",
         ),
@@ -206,10 +206,11 @@ def test_check_gives_the_problems_of_every_profile(program: Program) -> None:
     argv = ["--set", "time_limit=10s", "--to", "local", "--to", "none", "--to", "k8s"]
     done = program("check", "job.yaml", *argv)
     assert done.returncode == 2
+    fix = "; set a longer time_limit, or a shorter stop: {grace: …}"
     rule = "--set time_limit=10s: [stop-beyond-time-limit] stop.grace 1m does not fit: stop.grace "
     assert done.stdout.splitlines() == [
-        f"{rule}alone takes 1m, and time_limit is 10s",
-        f"{rule}and 15s for torchrun to end takes 1m15s, and time_limit is 10s",
+        f"{rule}alone takes 1m, and time_limit is 10s{fix}",
+        f"{rule}and 15s for torchrun to end takes 1m15s, and time_limit is 10s{fix}",
     ]
     assert done.stderr.startswith("no profile 'none'; valid are k8s, local, slurm (searched ")
 
@@ -268,6 +269,10 @@ def test_the_version_is_the_packages(program: Program) -> None:
         (["check", "job.yaml", "--too", "slurm"], "'--to'"),
         (["render", "job.yaml", "--st", "a=b", "--to", "slurm"], "'--set'"),
         (["run", "job.yaml", "--epochs", "3"], "the job file: args: [--epochs, …]"),
+        (["run", "job.yaml", "--lr", "3"], "the job file: args: [--lr, …]"),
+        (["run", "job.yaml", "--nproc-per-node", "2"], "--set resources.nproc_per_node=…"),
+        (["render", "job.yaml", "--output", "x"], ">FILE"),
+        (["submit", "job.yaml", "--profile", "x"], "--to"),
         (["list", "--jsn"], "'--json'"),
         (["render", "job.yaml"], "--to"),
         (["check"], "'FILE...'"),

@@ -79,7 +79,11 @@ ONE_OF = "give one of module, script and command; found"
         ),
         ("command: []", "job.yaml:1: command: the list is empty; name the program first"),
         ('command: [""]', "job.yaml:2: command: the program has no name; write its file"),
-        ("command: bash", "job.yaml:2: command: must be a list, not 'bash'"),
+        (
+            "command: bash",
+            "job.yaml:2: command: must be a list, not 'bash'; "
+            "write a list: command: [python, -m, package]",
+        ),
         (
             "command: [-m, x]",
             "job.yaml:2: command: '-m' would be read as an option of torchrun; write ./-m",
@@ -217,8 +221,8 @@ def test_hexadecimal_numbers_are_numbers() -> None:
         ("env: [a]", "env: must be a mapping of keys to values, not a list"),
         ("env: 3", "env: must be a mapping of keys to values, not 3"),
         ("env:", "env: must be a mapping of keys to values, not nothing"),
-        ("args: foo", "args: must be a list, not 'foo'"),
-        ("args: {a: b}", "args: must be a list, not a mapping"),
+        ("args: foo", 'args: must be a list, not \'foo\'; write a list: args: [--lr, "0.1"]'),
+        ("args: {a: b}", 'args: must be a list, not a mapping; write a list: args: [--lr, "0.1"]'),
         ("args: [[a]]", "args[0]: must be a string, not a list"),
         ("args: [null]", 'args[0]: null is not a string to YAML; write "null"'),
         ("args: [x, ]\nimage: [a]", "image: must be a string, not a list"),

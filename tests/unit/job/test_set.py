@@ -131,7 +131,7 @@ def test_set_reaches_into_lists_of_the_file(load: Load) -> None:
         ("args." + "1" * 5000 + "=x", f"there is no 'args.{'1' * 494}… to set in job.yaml"),
         ("env.RANK=0",
          "env.RANK: 'RANK' is set by torchrun, the scheduler or the toolkit; leave it out"),
-        ("args=foo", "args: must be a list, not 'foo'"),
+        ("args=foo", 'args: must be a list, not \'foo\'; write a list: args: [--lr, "0.1"]'),
         ("stop={grace: 1}", "stop.grace: '1' has no unit; write 1s, 1m or 1h"),
     ],
 )  # fmt: skip

@@ -95,6 +95,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         f"{KUBERNETES}master: true\npod_security: baseline\n",
         4,
     ),
+    "option-with-its-value": ('module: mine\nargs: ["--lr 0.1"]\n', SLURM, 4),
     "in-job-master": (
         "resources: {nnodes: 2}\nretries: {in_job: 1}\n",
         f"{KUBERNETES}master: true\npod_security: baseline\n",

@@ -15,6 +15,9 @@ from toolkit.planning.slurm import SlurmPlan
 # ---- Jobs that do not fit
 
 
+LONGER = "; set a longer time_limit, or a shorter stop: {grace: …}"
+
+
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("need", "message"),
@@ -82,19 +85,19 @@ def test_a_site_without_facts_refuses_nothing_by_size(kind: str) -> None:
         (
             "local",
             60,
-            "stop.grace 1m does not fit: stop.grace alone takes 1m, and time_limit is 1m",
+            f"stop.grace 1m does not fit: stop.grace alone takes 1m, and time_limit is 1m{LONGER}",
         ),
         (
             "slurm",
             60 + 30 + 60,
             "stop.grace 1m does not fit: stop.grace, 30s to requeue and up to 60s that Slurm warns "
-            "early takes 2m30s, and time_limit is 2m30s",
+            f"early takes 2m30s, and time_limit is 2m30s{LONGER}",
         ),
         (
             "kubernetes",
             60 + 15,
             "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
-            "and time_limit is 1m15s",
+            f"and time_limit is 1m15s{LONGER}",
         ),
     ],
 )
@@ -273,7 +276,7 @@ def test_all_reasons_come_at_once() -> None:
         "memory 1TiB exceeds the 900GiB per node of profile 'a100'",
         "two mounts have the target '/a'",
         "stop.grace 1m does not fit: stop.grace and 15s for torchrun to end takes 1m15s, "
-        "and time_limit is 10s",
+        f"and time_limit is 10s{LONGER}",
         "profile 'a100' runs containers; the job needs the key 'image'",
         "secrets: S has no source; write {S: {secret: …, key: …}} in the job, or the key "
         "'secret' in profile 'a100'",

@@ -184,8 +184,10 @@ def find(name: str, *, trust: bool = False, environ: Mapping[str, str] = os.envi
         if record is not None:
             # The opened directory is the run directory, even if its files name another.
             return replace(record, run_dir=folder, remote_dir=None, believed=trust)
-    latest = ", ".join(run.name for run in all_records[-3:])
-    hint = f"the latest are {latest}" if latest else "nothing was submitted from here yet"
+    of_job = [run for run in all_records if run.job == name]
+    latest = ", ".join(run.name for run in (of_job or all_records)[-3:])
+    whose = f" of job {name!r}" if of_job else ""
+    hint = f"the latest{whose} are {latest}" if latest else "nothing was submitted from here yet"
     raise RunNotFound(f"no run {name!r}; {hint} (see `toolkit list`)")
 
 
