@@ -466,6 +466,28 @@ def test_what_the_script_refuses_is_the_reason(tmp_path: Path) -> None:
     assert str(refused.value) == f"{run.uri} is continued by hand: {command}"
 
 
+def test_an_active_run_cannot_be_continued_by_hand_and_one_that_is_continued_is_active(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(TOOLKIT.parent), prepend=os.pathsep)
+    run = toolkit.submit(toolkit.load(job_file), to="local")
+    assert run.run_dir is not None
+    until(lambda: started(run.run_dir), "it runs")
+    argv = ["bash", str(run.run_dir / "run.sh"), str(run.run_dir), "continue"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"probe: {run.run_dir} is active\n")
+    assert not (run.run_dir / "logs/attempt-1").exists()
+    run.cancel()
+    assert run.wait(300).state is toolkit.RunState.CANCELLED
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+        until(lambda: started(run.run_dir, 1), "it goes on")
+        assert run.status().state is toolkit.RunState.RUNNING
+        run.cancel()
+        process.wait(300)
+    assert run.status().state is toolkit.RunState.CANCELLED
+
+
 def test_a_block_of_a_template_runs_after_the_attempt(tmp_path: Path) -> None:
     template = tmp_path / "t/local/run.sh.j2"
     template.parent.mkdir(parents=True)

@@ -17,9 +17,7 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from .attempt import folder_of, next_number
 from .process import MOST_TERMS, Children, Signals, parent_lives
-
-SCRIPT_LOCK = 9
-"""The file descriptor with which the script holds the run's lock; its torchruns close it."""
+from .run_lock import SCRIPT_LOCK
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _POLL_S = 0.1

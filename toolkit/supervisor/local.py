@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import time
-from typing import List, NamedTuple, Optional, Sequence
+from typing import IO, List, NamedTuple, Optional, Sequence
 
+from . import run_lock
 from .attempt import Attempt, Refused, folder_of, next_number, open_attempt, with_number
 from .evidence.cause import Logs, few_gpus
 from .evidence.files import last_lines, read
@@ -59,6 +60,7 @@ def main(options: Options) -> int:
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     parent = os.getppid()
     try:
+        lock = _lock_by_hand(options)
         attempt = open_attempt(options.run_dir, options.mode or _queued_again(options))
     except Refused as refused:
         print(f"{options.policy.job}: {refused}", file=sys.stderr)
@@ -69,7 +71,31 @@ def main(options: Options) -> int:
     finally:
         own.close()
         attempt.write("exit_status", str(status))
+        if lock is not None:
+            lock.close()
     return options.again if options.again and _starts_again(attempt.logs) else status
+
+
+def _lock_by_hand(options: Options) -> Optional[IO[bytes]]:
+    """Hold the lock of a run that somebody continues by its script; None if its keeper has it.
+
+    Raises:
+        Refused: the run is active.
+    """
+    path = os.path.join(options.run_dir, run_lock.NAME)
+    if options.mode != "continue" or not os.path.exists(path):
+        return None
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(run_lock.SCRIPT_LOCK), os.stat(path)):
+            return None
+    try:
+        lock = run_lock.hold(options.run_dir, again=True)
+    except BlockingIOError:
+        raise Refused(f"{options.run_dir} is active") from None
+    except OSError:
+        return None
+    run_lock.note_pid(lock, os.getpid())
+    return lock
 
 
 def _queued_again(options: Options) -> str:

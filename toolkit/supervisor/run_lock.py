@@ -15,6 +15,9 @@ from typing import IO
 NAME = "running.lock"
 """The name of the lock file in the run directory."""
 
+SCRIPT_LOCK = 9
+"""The file descriptor with which the script holds the lock; its torchruns close it."""
+
 NO_PID = "0" * 10
 """The file's content until the supervisor's process id is known."""
 
