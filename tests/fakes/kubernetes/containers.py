@@ -176,7 +176,7 @@ class Container:
             return text
 
         # The option of the supervisor, since the cgroup of a container is a file of the test here.
-        if b"pod" in argv[:6] and b"--" in argv:
+        if b"--" in argv and any(re.search(rb"^pod$|\.pyz pod ", word) for word in argv[:6]):
             argv.insert(argv.index(b"--"), b"--cgroups=" + os.fsencode(self._events.parent))
         # Paths and addresses of the cluster become those of this machine; scripts (several lines)
         # contain no addresses.

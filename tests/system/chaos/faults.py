@@ -359,12 +359,12 @@ _LOST = (
     r"node_failure: ",
     r"lost: ",
     r"preempted: ",
-    r"(?:retryable|failed): ",
+    r"failed: ",
     r"requeued: ",
 )
-_STOPPED = (r"preempted: ", r"terminated: ", r"(?:retryable|failed): ", r"requeued: by Slurm")
-_KILLED = (r"(?:retryable|failed): ", r"torchrun ended with .*(retryable|failed|preempted)")
-_TAKEN = (r"torchrun ended with .*(preempted|retryable)", *_KILLED)
+_STOPPED = (r"preempted: ", r"terminated: ", r"failed: ", r"requeued: by Slurm")
+_KILLED = (r"failed: ", r"torchrun ended with .*(failed|preempted)")
+_TAKEN = (r"torchrun ended with .*(preempted|failed)", *_KILLED)
 _FAILED, _CANCELLED = frozenset({RunState.FAILED}), frozenset({RunState.CANCELLED})
 
 
@@ -390,7 +390,7 @@ FAULTS: tuple[Fault, ...] = (
     _slurm("a rank is killed; `retries.in_job: 0`", kill_rank, *_KILLED, quick=True),
     _slurm(
         "torchrun is killed", kill_torchrun,
-        r"(?:retryable|failed): torchrun was killed on node\d", *_KILLED, quick=True,
+        r"failed: torchrun was killed on node\d", *_KILLED, quick=True,
     ),
     _slurm(
         "a rank hangs", hang_rank, *_KILLED,
@@ -398,7 +398,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _slurm(
         "the script raises an exception at each start", raise_exception,
-        r"fatal: .*IndexError", r"(?:retryable|failed): ",
+        r"fatal: .*IndexError", r"failed: ",
         states=_FAILED, follows=frozenset({FINAL}),
     ),
     _slurm(
@@ -540,7 +540,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _local(
         "the script raises an exception at each start, on this machine", raise_exception,
-        r"fatal: .*IndexError", r"(?:retryable|failed): ",
+        r"fatal: .*IndexError", r"failed: ",
         states=_FAILED, follows=frozenset({FINAL}),
     ),
     _local(
