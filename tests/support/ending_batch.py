@@ -57,6 +57,8 @@ class Cluster:
                 text = f"AuthInfo = socket=/x,{self.auth_info}\nKillWait                = 30 sec"
             case ("scontrol", "show", "hostnames", names):
                 text = names.replace(",", "\n")
+            case ("squeue", "-h", "--steps", *_):
+                text = "==7.batch=="
             case ("sinfo", *options):
                 shown = self.up if "-p" in options else self.down
                 text = "\n".join(f"=={node.replace(':', ' ')}==" for node in shown.split())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,7 @@ def test_a_supervisor_that_fails_as_its_attempt_ends_queues_the_job_again(
     with job.batch() as batch:
         for node in (0, 1):
             (job.folder(0) / f"ended-{node}").write_text("1\n")
+        monkeypatch.setattr(sys, "argv", [__file__])  # the program is still there
         monkeypatch.setattr(batch, "run", lambda: batch.conclude(1))
         monkeypatch.setattr(batch, "tell_stalls", fails)
         assert batch.supervised() == 1
