@@ -141,16 +141,20 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         record: registry.RunRecord,
         submission: Submission,
         jobs: Sequence[SlurmJob],
-        intent: submission_journal.Intent,
+        intent: submission_journal.Intent | None,
     ) -> SlurmRun:
-        """Record the submitted run in the user's list and in the run directory."""
+        """Record the submitted run in the user's list and in the run directory.
+
+        Without an intent, the journal keeps the submission: some of its jobs are missing.
+        """
         if record.begun:
             uri = f"{record.uri.removesuffix(record.name)}{jobs[0].job_id}"
             record = registry.add(replace(record, uri=uri))
         new = None if submission.known else record
         self._login.keep(submission.folder, jobs=as_lines(jobs), record=new)
         write_jobs(submission.folder.here, jobs)
-        intent.done()
+        if intent is not None:
+            intent.done()
         self._login.snapshots.forget()
         return self._opened(record)
 
@@ -165,6 +169,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
         assert isinstance(run, SlurmRun)
         if isinstance(run, InterruptedRun):
             return self._finish(run, chain)
+        if self._complete_chain(run):
+            return run
         whole = run.sweep if isinstance(run, SlurmPoint) else run
         sweep = whole if isinstance(whole, SlurmSweep) else None
         _refuse_chain(chain, sweep=sweep is not None)
@@ -231,6 +237,26 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             jobs = send(self._login, submission, secrets=secrets, interrupted=True)
             return self._submitted(run.record, submission, jobs, intent)
 
+    def _complete_chain(self, run: SlurmRun) -> bool:
+        """Submit the missing jobs of an active chain; return whether there were any."""
+        intent = submission_journal.take(self._journal, run.name)
+        if intent is None:
+            return False
+        with intent:
+            submission = Submission.of_json(intent.data.get("order"), name=run.name)
+            jobs = find(self._login, submission)
+            if not 0 < len(jobs) < len(submission.jobs):
+                return False
+            if run.status().state.final:
+                intent.done()
+                return False
+            job_file = submission.folder.here / "job.yaml"
+            run_directory.require_own(job_file)
+            secrets = self._secrets(plan(load(job_file), self._profile))
+            jobs = send(self._login, submission, secrets=secrets, interrupted=True, before=jobs)
+            self._submitted(run.record, submission, jobs, intent)
+            return True
+
     def findings(self, plan: SlurmPlan) -> list[Problem]:
         """Compare the plan with the configuration of the site."""
         self._cluster()
@@ -257,7 +283,8 @@ class SlurmLauncher(Launcher[SlurmPlan]):
             submission = Submission.of_json(intent.data.get("order"), name=record.name)
             self._login.snapshots.require_cluster(record.address[1])
             if jobs := find(self._login, submission):
-                return self._submitted(record, submission, jobs, intent)
+                is_whole = len(jobs) == len(submission.jobs)
+                return self._submitted(record, submission, jobs, intent if is_whole else None)
             why = ""
         except LauncherError as error:
             why = str(error)

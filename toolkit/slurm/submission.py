@@ -223,17 +223,19 @@ def send(
     *,
     secrets: Mapping[str, str],
     interrupted: bool = False,
+    before: Sequence[SlurmJob] = (),
 ) -> list[SlurmJob]:
     """Submit the jobs, with secrets as variables, and return them with their ids.
 
-    With `interrupted`, an earlier call may have submitted some of the jobs.
+    With `interrupted`, an earlier call may have submitted some of the jobs; `before` are those that
+    it has submitted.
 
     Raises:
         UnknownOutcome: it is unknown whether Slurm has received one of them.
         LauncherError: sbatch refused one of them; the earlier ones are cancelled.
     """
-    sent: list[SlurmJob] = []
-    for _ in submission.jobs:
+    sent = list(before)
+    for _ in submission.jobs[len(before) :]:
         try:
             sent.append(
                 _send_once(login, submission, sent, secrets=secrets, interrupted=interrupted)
@@ -241,8 +243,8 @@ def send(
         except UnknownOutcome:
             raise
         except LauncherError:
-            if sent:
-                login.command(["scancel", *(job.job_id for job in sent)])
+            if ours := sent[len(before) :]:
+                login.command(["scancel", *(job.job_id for job in ours)])
             raise
     return sent
 

@@ -1,6 +1,7 @@
 """Submitting once: after any kill and any answer of sbatch, there is one job, and it is found."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from toolkit.runs.records import registry, submission_journal
 from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.records.state_dir import state_folder
 from toolkit.slurm import SlurmLauncher
+from toolkit.slurm.run import SlurmRun
 
 LATER = {"begin": "now+1hour"}
 
@@ -184,6 +186,52 @@ def test_what_stays_unclear_keeps_the_run_and_says_what_to_do(
     (record,) = registry.records()
     assert (record.name, record.run_dir) == (run_dir.name, run_dir)
     assert (run_dir / "probe.sbatch").exists()
+
+
+def test_the_rest_of_a_chain_whose_submission_was_cut_short_can_be_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.slurm.submission._PAUSES_S", (0.0,) * 7)
+    sent: list[Sequence[str]] = []
+    rows: list[str] = []
+    away = True
+
+    def command(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        done = functools.partial(subprocess.CompletedProcess[str], argv)
+        if argv[0] == "scontrol":
+            return done(0, CONFIG.format("c"), "")
+        if away and sent and argv[0] in ("sbatch", "squeue"):
+            return done(1, "", "slurm_load_jobs error: Socket timed out on send/recv operation")
+        if argv[0] == "squeue":
+            return done(0, JOBS + "".join(rows), "")
+        if argv[0] == "sbatch":
+            sent.append(argv)
+            words = " ".join(word for word in argv[1:] if not word.startswith("--"))
+            rows.append(job_row(f"{6 + len(sent)}", "PENDING", reason="Priority", command=words))
+            return done(0, f"Submitted batch job {6 + len(sent)}\n", "")
+        return done(0, "", "")
+
+    profile = toolkit.SlurmProfile(name="s", runs_dir=str(tmp_path))
+    launcher = SlurmLauncher(profile, command=command)
+    job = toolkit.JobSpec(name="probe", command=("true",))
+    with pytest.raises(toolkit.LauncherError, match=r"`toolkit resubmit .*` submits it if not"):
+        launcher.submit(toolkit.plan(job, profile), chain=3)
+    away = False
+    (record,) = registry.records()
+    run = launcher.open(record)
+    assert [job.job_id for job in run.jobs] == ["7"]
+    assert [job.job_id for job in launcher.open(record).jobs] == ["7"]
+    again = launcher.resubmit(launcher.open(record))
+    assert isinstance(again, SlurmRun)
+    assert [(job.job_id, job.mode) for job in again.jobs] == [
+        ("7", ""),
+        ("8", "chain"),
+        ("9", "chain"),
+    ]
+    assert len(sent) == 3
+    assert not list(registry.intents_folder().glob("*.json"))
+    with pytest.raises(toolkit.LauncherError, match="has not ended"):
+        launcher.resubmit(again)
 
 
 # ---- The submitting process is killed
