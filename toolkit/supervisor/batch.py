@@ -809,4 +809,6 @@ class Batch(JobEvidence):
         self.say.error(f"attempt {self.attempt.number} ended: {sentence(text)}")
         if again and self.slurm.requeue():
             self.slurm.start_soon()
+        elif again:
+            self.attempt.note("reason", reason_line(verdict, "not " + AGAIN))
         return 1

@@ -26,6 +26,7 @@ from .attempt import Attempt, folder_of
 from .evidence.files import read
 from .evidence.first_error import LOST_NODE
 from .evidence.memory import variables_of
+from .evidence.outcome import read_outcome
 from .process import Signals, status_of
 from .schedulers.slurm import Job, Slurm
 
@@ -175,6 +176,8 @@ class FirstNode:
             pass
         why = f"node_failure: {self.name}, which ran the batch script, is lost; "
         self._write("failing_node", self.name)
+        run_dir = os.path.dirname(os.path.dirname(self.logs))
+        self._write("step", read_outcome(run_dir).step)
         self._write("reason", why + "queued again")
         print(f"{self.name}, which runs the batch script, is lost: the job is queued again")
         if self.slurm.requeue():

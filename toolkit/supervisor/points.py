@@ -73,8 +73,8 @@ def main(options: Options) -> int:
 def gpus_here() -> List[str]:
     """Return the available NVIDIA GPUs, without importing torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen:
-        return chosen.split(",")
+    if chosen is not None:
+        return list(filter(None, chosen.split(",")))
     found = [path[len("/dev/nvidia") :] for path in glob.glob("/dev/nvidia[0-9]*")]
     return sorted((number for number in found if number.isdecimal()), key=int)
 

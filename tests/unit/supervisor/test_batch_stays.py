@@ -189,10 +189,11 @@ def test_a_cancellation_between_two_attempts_counts(role: Role) -> None:
     assert len(role.asked("srun")) == 1
 
 
+@pytest.mark.parametrize("refuses", [False, True])
 def test_a_supervisor_that_fails_as_its_attempt_ends_queues_the_job_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
-    job = Job(tmp_path, cluster=Cluster(down="n1:alloc n2:alloc"))
+    job = Job(tmp_path, cluster=Cluster(down="n1:alloc n2:alloc", refuses=refuses))
 
     def fails() -> None:
         raise RuntimeError("boom")
@@ -205,7 +206,8 @@ def test_a_supervisor_that_fails_as_its_attempt_ends_queues_the_job_again(
         monkeypatch.setattr(batch, "tell_stalls", fails)
         assert batch.supervised() == 1
         assert not batch.stays
-    assert job.reason == "lost: the supervisor failed: RuntimeError: boom; queued again"
+    end = "not queued again" if refuses else "queued again"
+    assert job.reason == f"lost: the supervisor failed: RuntimeError: boom; {end}"
     assert job.asked[0] == "requeue 7"
 
 

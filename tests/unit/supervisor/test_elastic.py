@@ -194,13 +194,18 @@ def test_a_job_without_its_first_node_is_queued_again_or_ended(
     first: elastic.FirstNode, tmp_path: Path, accepts: str, calls: list[str], end: str
 ) -> None:
     first.slurm.environ["ACCEPTS"] = accepts
+    first.logs = str(tmp_path / "logs/attempt-0")
+    Path(first.logs).mkdir(parents=True)
+    (tmp_path / "outcome.json").write_text('{"status": "running", "attempt": 0, "step": 41}')
+    (tmp_path / "nodes").rename(f"{first.logs}/nodes")
     first.queue_again()
     first.queue_again()  # as another node does
     assert (tmp_path / "calls").read_text().splitlines() == calls
     said = f"node_failure: n1, which ran the batch script, is lost; {end}\n"
-    assert (tmp_path / "reason").read_text() == said
-    assert (tmp_path / "failing_node").read_text() == "n1\n"
-    assert (tmp_path / "exit_status").exists() is (end != "queued again")
+    assert Path(first.logs, "reason").read_text() == said
+    assert Path(first.logs, "failing_node").read_text() == "n1\n"
+    assert Path(first.logs, "exit_status").exists() is (end != "queued again")
+    assert Path(first.logs, "step").read_text() == "41\n"
 
 
 @pytest.mark.parametrize("beats", [False, True])

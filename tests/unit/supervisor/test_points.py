@@ -57,6 +57,9 @@ def test_as_many_points_run_at_once_as_fit(
 def test_gpus_are_those_that_the_user_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     assert gpus_here() == ["5", "GPU-7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    assert gpus_here() == []
 
 
 class Sweep:
