@@ -367,9 +367,9 @@ class PodStart(PodFolder):
         """Check the other pods' files, and stop torchrun if it cannot succeed."""
         if self._is_replaced():
             raise _Ended(AGAIN)
-        if self.stopping:
+        if self.stopping:  # torchrun has its signal; a second one would end a checkpoint
             self._show_life()
-        if self._ended_for_good() or self._is_hopeless():
+        elif self._ended_for_good() or self._is_hopeless():
             self.children.stop()
         if self.is_host or not self.meets_others:
             self._tell_stalls()

@@ -285,6 +285,26 @@ def test_a_pod_that_has_failed_for_good_ends_all_others_and_their_replacements(
     assert pod.run("exit 0", TRAIN_START="b") == DONE, "submitted again, it starts"
 
 
+def test_a_pod_that_is_stopping_is_not_stopped_again_when_another_ends_for_good(
+    tmp_path: Path, until: Until
+) -> None:
+    """torchrun abandons ranks that write a checkpoint if a second signal arrives early."""
+    pod = Pod(tmp_path, "TrainJob")
+    pod.be_quick()
+    count, looks = tmp_path / "signals", pod.runs / "looks"
+    with pod.start("torchrun", f"trap 'echo x >>{count}' TERM; wait_for_stop") as process:
+        until((pod.runs / "ready").exists, "torchrun runs")
+        process.terminate()
+        until(count.exists, "it is being stopped")
+        (pod.runs / "logs/attempt-0/ended_for_good").write_text("another pod's reason\n")
+        seen = len(looks.read_text())
+        until(lambda: len(looks.read_text()) > seen + 3, "it looks at the others")
+        assert count.read_text() == "x\n"
+        for pid in with_environment(f"TRAIN_RUN_DIR={pod.runs}\0"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("kind", OF_EACH)
 def test_a_pod_of_a_lost_node_stops_without_a_checkpoint_when_another_has_its_place(
     kind: str, tmp_path: Path, until: Until
