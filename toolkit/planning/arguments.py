@@ -41,10 +41,10 @@ def argument_problems(job: JobSpec) -> Iterator[Problem]:
                 *("args", at),
             )
         if not is_shell and _TWO_WORDS.fullmatch(word):
-            split = ", ".join(word.split(None, 1))
+            name = word.split(None, 1)[0]  # the value may be a secret
             yield refusal(
                 "option-with-its-value",
-                f"args[{at}]: {word!r} reaches the program as one word; write [{split}]",
+                f"args[{at}]: {name} and its value reach the program as one; write [{name}, …]",
                 *("args", at),
             )
         option, equals, value = word.partition("=")

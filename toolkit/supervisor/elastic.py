@@ -141,7 +141,7 @@ class FirstNode:
 
     @property
     def heartbeat(self) -> str:
-        """What it has written last."""
+        """The last heartbeat of the node; empty if unknown."""
         return read(os.path.join(self.logs, "alive-0"), 100)
 
     @property

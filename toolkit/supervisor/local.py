@@ -77,7 +77,7 @@ def main(options: Options) -> int:
 
 
 def _lock_by_hand(options: Options) -> Optional[IO[bytes]]:
-    """Hold the lock of a run that somebody continues by its script; None if its keeper has it.
+    """Hold the lock of a run that is continued by hand; None if its keeper holds the lock.
 
     Raises:
         Refused: the run is active.
