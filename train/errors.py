@@ -7,6 +7,7 @@ TrainError            1  the run cannot continue; the message gives the reason
 ├── StrategyError     2  the strategy fails with a model that one process trains
 ├── NonFiniteLoss     1  loss, gradients or weights are not finite; all ranks stop at one step
 ├── ReplicaError      1  ranks hold different tensors that must match; a retry resumes before that
+├── PortError         1  another process has taken the port; a retry gets another port
 ├── CheckpointError   1  a checkpoint could not be written or is damaged
 ├── OutputError       1  the predictions could not be written
 ├── FencedError       1  a newer attempt has taken the run over
@@ -58,6 +59,10 @@ class ReplicaError(TrainError):
     """Ranks that must hold the same tensors no longer do; another start may cure it."""
 
 
+class PortError(TrainError):
+    """Another process has taken the port since torchrun chose it; it chooses one for each start."""
+
+
 class CheckpointError(TrainError):
     """A checkpoint could not be written, or its files do not match its manifest."""
 
@@ -102,6 +107,20 @@ NO_ECHOES = (
 )
 """Messages about an error on this rank's side: NCCL errors such as two ranks on one GPU, gloo
 errors about ranks in different collectives, and a port in use."""
+
+
+_NODES = re.compile(
+    r"cuda error: (?!.*(out of memory|device-side assert))|nvidia driver|uncorrectable ecc"
+    "|input/output error|stale file handle"
+)
+"""Messages about a device, a driver or a file server, over lower-case text."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another start may succeed without a change by the user, perhaps on another node."""
+    if isinstance(error, TrainError) and error.exit_status != EXIT_FAILED:
+        return False
+    return isinstance(error, (ReplicaError, PortError)) or bool(_NODES.search(str(error).lower()))
 
 
 def is_collateral(error: BaseException) -> bool:

@@ -44,7 +44,8 @@ class Telemetry:
         # Above 200 MB, write one record for all steps of a second.
         if self._bytes < 200 << 20 or now - self._written >= 1:
             several = {"count": self._count} if self._count > 1 else {}
-            self._write("metrics", **figures, seconds=self._took / self._count, **several)
+            numbers = {name: float(figure) for name, figure in figures.items()}  # also a tensor
+            self._write("metrics", **numbers, seconds=self._took / self._count, **several)
             self._count, self._took, self._written = 0, 0.0, now
 
     @contextmanager

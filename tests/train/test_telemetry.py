@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 import toolkit
 from tests.conftest import ROOT
@@ -105,6 +107,17 @@ def test_a_loss_that_json_cannot_hold_is_null(
     records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [record["loss"] for record in records] == [None, None]
     assert records[0]["accuracy"] == 0.5
+
+
+def test_figures_may_be_tensors_and_numbers_of_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAIN_RUN_DIR", str(tmp_path))
+    telemetry = Telemetry()
+    telemetry.step(1, loss=torch.tensor(0.5), accuracy=numpy.float32(0.25))  # type: ignore[arg-type]
+    telemetry.step(2, loss=torch.tensor(float("nan")))  # type: ignore[arg-type]
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["loss"], first["accuracy"], second["loss"]) == (0.5, 0.25, None)
 
 
 def test_an_evaluation_is_told_when_it_begins(

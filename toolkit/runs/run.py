@@ -266,6 +266,8 @@ class Run(abc.ABC):
         """Provide a folder with these files of the run directory, if they exist."""
         if self.run_dir is None:
             raise LauncherError(f"{self.uri}: its run directory cannot be seen from here")
+        if not self.run_dir.is_dir() and (status := self.status()).lost:
+            raise RunLost(f"{self.uri}: {status.reason}")
         yield self.run_dir
 
     def goodput(self) -> "Goodput":
@@ -275,6 +277,7 @@ class Run(abc.ABC):
 
         Raises:
             LauncherError: this machine cannot see the run directory, or this is a sweep.
+            RunLost: the run directory is gone.
         """
         from toolkit.runs.views.goodput import Price, goodput_of
 

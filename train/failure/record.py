@@ -26,6 +26,7 @@ from ..errors import (
     ReplicaError,
     TrainError,
     is_collateral,
+    may_pass,
 )
 from ..rundir import untrusted
 from ..rundir.files import RunDirectory, TrainingProgress
@@ -69,23 +70,23 @@ def fail(
         record(directory, progress, "retryable", reason, rank=rank_info.rank, claimed=claimed)
         tell_echo(rank_info, text)
         return EXIT_FAILED
+    status = "retryable" if may_pass(error) else "fatal"
     if isinstance(error, TrainError):
         # All ranks raise these errors at the same step: none is the cause, and rank 0 records it.
         agreed = isinstance(error, _AGREED)
         if not isinstance(error, FencedError) and not (agreed and rank_info.rank != 0):
             rank = None if agreed else rank_info.rank
-            status = "retryable" if isinstance(error, ReplicaError) else "fatal"
             record(directory, progress, status, str(error), rank=rank, claimed=claimed)
         tell(rank_info, str(error))
         return error.exit_status
     if problem := unwritable(error, directory.path):
-        record(directory, progress, "fatal", problem, rank=rank_info.rank, claimed=claimed)
+        record(directory, progress, status, problem, rank=rank_info.rank, claimed=claimed)
         tell(rank_info, problem)
         return EXIT_FAILED
     text = explain(error, task, progress)
     summary = f"{in_short(error)}\n{text}"
     reason = summary.replace("\n", "; ")
-    record(directory, progress, "fatal", reason, rank=rank_info.rank, claimed=claimed)
+    record(directory, progress, status, reason, rank=rank_info.rank, claimed=claimed)
     tell(rank_info, text, trace="".join(traceback.format_exception(error)), summary=summary)
     return EXIT_FAILED
 
@@ -143,7 +144,7 @@ def record(
     rank: int | None,
     claimed: bool = True,
 ) -> None:
-    """Record a failure: `fatal` for a cause, `retryable` for its echo on another rank."""
+    """Record a failure: `retryable` if another start may succeed, else `fatal`."""
     old = directory.read_outcome()
     if progress is None:
         progress = TrainingProgress(steps=0)

@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import PeerError, TrainError, UsageError
+from ..errors import PeerError, PortError, UsageError
 from .membership import GRACE_S, EndingError, gather, leave, veto
 from .rank import RankInfo
 
@@ -42,7 +42,7 @@ def meet(rank_info: RankInfo, init_method: str, timeout: timedelta) -> Iterator[
 
     Raises:
         UsageError: another run is there already.
-        TrainError: another process has taken the port that torchrun chose.
+        PortError: another process has taken the port that torchrun chose.
         PeerError: not all ranks have come.
     """
     if init_method == "env://" and rank_info.meeting:
@@ -138,7 +138,7 @@ def _explained(where: str, timeout: timedelta, *, chosen: bool = False) -> Itera
                 f"not all ranks have met at {where} within {patience} [{reason}]"
             ) from error
         if chosen:
-            raise TrainError(
+            raise PortError(
                 f"{where}: another process of {socket.gethostname()} has taken the port since "
                 "torchrun chose it; the next start gets another one"
             ) from error

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from torch import nn
+from torch import AcceleratorError, OutOfMemoryError, nn
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from train.__main__ import end_early
-from train.errors import CheckpointError, NonFiniteLoss, PeerError, UsageError, is_collateral
+from train.errors import (
+    CheckpointError,
+    NonFiniteLoss,
+    PeerError,
+    PortError,
+    ReplicaError,
+    UsageError,
+    is_collateral,
+)
 from train.failure.diagnose import explain, is_ours_alone
-from train.failure.record import ERROR_FILE, lost, tell, tell_echo, unwritable
-from train.rundir.files import TrainingProgress
+from train.failure.record import ERROR_FILE, fail, lost, tell, tell_echo, unwritable
+from train.rundir.files import RunDirectory, TrainingProgress
 from train.runtime.rank import RankInfo
 
 
@@ -57,6 +65,40 @@ def test_the_end_of_another_rank_is_an_echo(error: Exception) -> None:
 )
 def test_what_happened_here_is_a_cause(error: Exception) -> None:
     assert not is_collateral(error)
+
+
+ECC = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (AcceleratorError(ECC, 214), "retryable"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "retryable"),
+        (RuntimeError("The NVIDIA driver on your system is too old"), "retryable"),
+        (OSError(5, "Input/output error", "/data/shard-3"), "retryable"),
+        (OSError(116, "Stale file handle", "{run}/metrics.jsonl"), "retryable"),
+        (CheckpointError("step 10: Input/output error"), "retryable"),
+        (PortError("localhost:45891 is taken"), "retryable"),
+        (ReplicaError("weight differs"), "retryable"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "fatal"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS: out of memory"), "fatal"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "fatal"),
+        (UsageError("data/shard-3: Input/output error"), "fatal"),
+        (CheckpointError("step 10: No space left on device"), "fatal"),
+        (ValueError("shapes differ"), "fatal"),
+    ],
+)
+def test_only_what_another_start_may_cure_can_be_retried(
+    error: Exception, status: str, tmp_path: Path
+) -> None:
+    if isinstance(error, OSError):
+        error.filename = error.filename.format(run=tmp_path)
+    rank = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=True)
+    directory = RunDirectory(tmp_path, rank)
+    fail(error, directory, None, TrainingProgress(steps=20))
+    outcome = directory.read_outcome()
+    assert outcome is not None and outcome.status == status
 
 
 class Machine:

@@ -562,6 +562,7 @@ def test_ranks_meet_whose_torchruns_count_restarts_differently(
 def test_a_port_that_was_taken_since_torchrun_chose_it_ends_no_run_for_good(
     start: Start, tmp_path: Path
 ) -> None:
+    (tmp_path / "run").mkdir()  # as the supervisor has
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -577,6 +578,7 @@ def test_a_port_that_was_taken_since_torchrun_chose_it_ends_no_run_for_good(
         )
         run.finish(status=1)  # 2 would be: another start would end like this one
     assert "has taken the port since torchrun chose it" in run.output()
+    assert run.outcome()["status"] == "retryable"
 
 
 def test_a_port_that_a_connection_had_for_an_instant_is_tried_again(

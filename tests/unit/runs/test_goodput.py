@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.cli.summary import goodput_lines
+from toolkit.errors import RunLost
 from toolkit.runs.evidence.progress import progress_of
 from toolkit.runs.records.scheduler_times import Scheduled, scheduled_in
 from toolkit.runs.state import RunState, RunStatus
@@ -351,6 +352,16 @@ def test_of_a_run_that_has_not_begun_all_is_other(run: Recorded) -> None:
     """Nothing says that it waits in a queue: it may fail before it records anything."""
     assert spent(run.goodput(60)) == {"other": 60}
     assert run.goodput().share == 0
+
+
+def test_a_run_whose_directory_is_gone_has_no_goodput_and_no_metrics(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "gone")
+    assert len(run.metrics()) == 0  # a point that waits has no directory yet
+    run.told = RunStatus(state=RunState.UNKNOWN, reason="it is gone", lost=True)
+    for ask in (run.goodput, run.metrics):
+        with pytest.raises(RunLost, match="it is gone"):
+            ask()
+    assert "it is gone" in run.report().html
 
 
 def test_a_clock_that_was_set_back_makes_no_time(run: Recorded) -> None:
