@@ -30,12 +30,13 @@ def opened(place: str, cluster: Cluster, folder: Path) -> Iterator[Arena]:
     arena.restore()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "seed"),
     [
         ("slurm", 105),
-        pytest.param("pods", 2, marks=pytest.mark.slow),
-        pytest.param("local", 6, marks=pytest.mark.slow),
+        ("pods", 2),
+        ("local", 6),
     ],
 )
 def test_a_run_survives_faults_at_any_moment(
