@@ -17,13 +17,9 @@ from tests.learn.support.runner import Result, call
 
 PAGES = pages()
 SESSIONS = [(name, line) for name, page in PAGES.items() for line in page.sessions()]
-ONLY_SLOW = (
-    "python traps/",
-    "torchrun --nproc-per-node 2 traps/fixed_init_file_wrong.py",
-    "python -m train --dry-run --task eight-gpus/seven.py",
-)
-"""Commands that start a Python, which starts others, some 5 s each; one that gives up after 30 s;
-and one that draws up a model of 7 billion parameters. Only slow tests call them."""
+ONLY_SLOW = ("python traps/", "torchrun --nproc-per-node 2 traps/fixed_init_file_wrong.py")
+"""Commands that start a Python, which starts others, some 5 s each; and one that gives up after
+30 s. Only slow tests call them."""
 
 FAST = [
     (name, line)
