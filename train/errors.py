@@ -110,8 +110,8 @@ errors about ranks in different collectives, and a port in use."""
 
 
 _NODES = re.compile(
-    r"cuda error: (?!.*(out of memory|device-side assert))|nvidia driver|uncorrectable ecc"
-    "|input/output error|stale file handle"
+    r"cuda error: (?!.*(out of memory|device-side assert))|unhandled cuda error|nvidia driver"
+    "|uncorrectable ecc|input/output error|stale file handle"
 )
 """Messages about a device, a driver or a file server, over lower-case text."""
 

@@ -32,7 +32,9 @@ _NO_NODES_FAULT = re.compile(
 )
 """Errors that no node causes: bugs in the code, and stalls in which no rank differs."""
 
-_A_NODES_FAULT = re.compile("CUDA|NVIDIA driver|ECC|Input/output error|Stale file handle")
+_A_NODES_FAULT = re.compile(
+    "CUDA|unhandled cuda error|NVIDIA driver|ECC|Input/output error|Stale file handle"
+)
 
 
 class Nodes:

@@ -75,6 +75,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might
     [
         (AcceleratorError(ECC, 214), "retryable"),
         (RuntimeError("CUDA error: unspecified launch failure"), "retryable"),
+        (DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error"), "retryable"),
         (RuntimeError("The NVIDIA driver on your system is too old"), "retryable"),
         (OSError(5, "Input/output error", "/data/shard-3"), "retryable"),
         (OSError(116, "Stale file handle", "{run}/metrics.jsonl"), "retryable"),

@@ -267,9 +267,10 @@ def fails_on(job: Job, host: str, words: str) -> str:
 
 CUDA = "RuntimeError: CUDA error: unspecified launch failure"
 DRIVER = "RuntimeError: The NVIDIA driver on your system is too old"
+NCCL = "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28"
 
 
-@pytest.mark.parametrize("words", [CUDA, DRIVER])
+@pytest.mark.parametrize("words", [CUDA, DRIVER, NCCL])
 def test_a_device_that_fails_twice_is_tried_without_its_node_once(words: str, job: Job) -> None:
     fails_on(job, "n2", words)
     job.asked.clear()
