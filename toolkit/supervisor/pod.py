@@ -13,7 +13,7 @@ import time
 import traceback
 import uuid
 from types import MappingProxyType
-from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
+from typing import Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence
 
 from .attempt import with_number
 from .evidence.files import last_lines, open_regular, read
@@ -148,15 +148,7 @@ class PodStart(PodFolder):
         self._conclude()
 
     def _open_attempt(self) -> None:
-        for left in reversed(range(STORAGE_TRIES)):
-            try:
-                os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
-                break
-            except OSError as error:
-                if not left:
-                    say(f"the run directory cannot be made: {error}")
-                    raise _Ended(FINAL) from None
-            self.signals.wait(5)
+        self._patiently(lambda: os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True))
         given = os.environ.get("TRAIN_ATTEMPT", "")
         self.number = int(given) if given.isdigit() else 0
         # Also if the run was deleted and applied again: the others take the attempt number from
@@ -171,11 +163,18 @@ class PodStart(PodFolder):
             self.number += 1
         self.logs = os.path.join(self.run_dir, "logs", f"attempt-{self.number}")
         self.own = os.path.join(self.logs, self.name)
-        try:
-            os.makedirs(self.own, exist_ok=True)
-        except OSError as error:
-            say(f"the folder of this attempt cannot be made: {error}")
-            raise _Ended(FINAL) from None
+        self._patiently(lambda: os.makedirs(self.own, exist_ok=True))
+
+    def _patiently(self, write: Callable[[], None]) -> None:
+        """Write to the storage, which may be away for a moment."""
+        for left in reversed(range(STORAGE_TRIES)):
+            try:
+                return write()
+            except OSError as error:
+                if not left:
+                    say(f"the run directory cannot be written: {error}")
+                    raise _Ended(FINAL) from None
+            self.signals.wait(5)
 
     def _check_submitted_files(self) -> None:
         """Refuse files that were not submitted: others may create a ConfigMap of the same name.
@@ -256,13 +255,12 @@ class PodStart(PodFolder):
         if options.policy.limits.requeue:
             self._keep_the_last_error(started_before)
         self.start = str(uuid.uuid4())
-        try:
-            with open(self.file("began"), "w", encoding="ascii") as file:
-                file.write(self.start + "\n")
-            self.began_ns = os.stat(self.file("began")).st_mtime_ns
-        except OSError as error:
-            say(f"{self.file('began')} cannot be written: {error}")
-            raise _Ended(FINAL) from None
+        self._patiently(self._begin)
+
+    def _begin(self) -> None:
+        with open(self.file("began"), "w", encoding="ascii") as file:
+            file.write(self.start + "\n")
+        self.began_ns = os.stat(self.file("began")).st_mtime_ns
 
     def _put_the_log_aside(self) -> None:
         """Begin torchrun's log anew: a failure of an earlier start is not one of this start."""

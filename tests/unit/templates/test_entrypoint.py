@@ -549,13 +549,16 @@ def test_where_nothing_can_be_written_nothing_is_tried_again(tmp_path: Path) -> 
     assert pod.run("exit 0") == FINAL
 
 
-def test_storage_that_is_away_for_a_moment_is_waited_for(tmp_path: Path, until: Until) -> None:
+@pytest.mark.parametrize("place", ["", "logs/attempt-0"])
+def test_storage_that_is_away_for_a_moment_is_waited_for(
+    place: str, tmp_path: Path, until: Until
+) -> None:
     pod = Pod(tmp_path)
-    pod.runs.parent.mkdir()
-    pod.runs.write_text("not a folder")
+    (blocked := pod.runs / place).parent.mkdir(parents=True)
+    blocked.write_text("not a folder")
     with pod.start("torchrun", "exit 0") as process:
         until(lambda: b"supervisor" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "it runs")
-        pod.runs.unlink()
+        blocked.unlink()
         assert process.wait(300) == DONE
 
 
