@@ -95,14 +95,14 @@ def by_uv(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="module")
-def torch_environment(by_pip: Environment) -> Environment:
+def torch_environment(by_uv: Environment) -> Environment:
     """The wheel in an environment that has torch, and no `train` but that of the wheel.
 
     It is lent what this environment has, except the checkout: Python does not read the `.pth` files
     of a folder that one of them names.
     """
-    (site,) = by_pip.folder.glob("lib/python*/site-packages")
-    python, torchrun = by_pip.folder / "bin/python", by_pip.folder / "bin/torchrun"
+    (site,) = by_uv.folder.glob("lib/python*/site-packages")
+    python, torchrun = by_uv.folder / "bin/python", by_uv.folder / "bin/torchrun"
     texts = {
         site / "lent.pth": f"{Path(numpy.__file__).parents[1]}\n",
         torchrun: f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
@@ -112,7 +112,7 @@ def torch_environment(by_pip: Environment) -> Environment:
         draft.write_text(text)
         draft.chmod(0o755)
         draft.replace(path)
-    return by_pip
+    return by_uv
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def output_of(run: Path) -> str:
 # ---- Four commands
 
 
-@pytest.mark.parametrize("installed", ["by_pip", "by_uv"])
+@pytest.mark.parametrize("installed", [pytest.param("by_pip", marks=pytest.mark.slow), "by_uv"])
 def test_an_empty_environment_renders_a_new_project_for_both_schedulers(
     installed: str, request: pytest.FixtureRequest, empty: Path
 ) -> None:
