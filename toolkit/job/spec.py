@@ -320,8 +320,8 @@ class JobSpec(FrozenModel):
 
     time_limit_s: types.Duration | None = Field(default=None, alias="time_limit")
     """How long the job may run, like `4h`: on Slurm after each start from the queue, on this
-    machine in each attempt, on Kubernetes in all. By default Slurm decides, and elsewhere there is
-    no limit."""
+    machine in each attempt, on Kubernetes over all restarts of pods, from the submission or the
+    last admission by Kueue. By default Slurm decides, and elsewhere there is no limit."""
 
     env: dict[types.EnvName, Text] = Field(default={})
     """Environment variables of every worker."""

@@ -269,7 +269,7 @@ def _tolerations(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "expression-values",
     finds="In or NotIn without values, or Exists with some, in a selector or an affinity",
-    reason="The server refuses it.",
+    reason="The server refuses it, or the pods or the Job that an operator makes of it.",
     fix="write values: [...] for In and NotIn, and none for Exists and DoesNotExist",
 )
 def _expressions(stream: Stream) -> Iterator[Violation[View]]:
@@ -310,7 +310,8 @@ def _dns(stream: Stream) -> Iterator[Violation[View]]:
 @MANIFESTS.rule(
     "elastic-range",
     finds="an elasticPolicy range that excludes the number of workers",
-    reason="The operator refuses it, or torchrun waits for pods that are never created.",
+    reason="The operator accepts it. Below the minimum, torchrun waits for pods that are never "
+    "created; pods above the maximum wait unused; a minimum above the maximum ends torchrun.",
     fix="write minReplicas <= replicas <= maxReplicas",
 )
 def _ranges(stream: Stream) -> Iterator[Violation[View]]:

@@ -235,8 +235,8 @@ def _none(script: BatchScript) -> Iterator[Violation[int]]:
 @SCRIPTS.rule(
     "brace-stray",
     finds="a path with an extra } after a variable: ${DIR}}/log",
-    reason="bash keeps the brace as a character: the file goes to a folder with a brace in its "
-    "name.",
+    reason="bash keeps the brace as a character: the path leads into a folder with a brace in its "
+    "name, or fails.",
     fix="leave one } out",
 )
 def _brace(script: BatchScript) -> Iterator[Violation[int]]:
