@@ -465,3 +465,50 @@ if len(sys.argv) > 1:
     until(knows)
     first.kill()
     first.communicate()
+
+
+def installed_in(folder: Path, **modules: str) -> dict[str, str]:
+    """Install modules for the user; return the variables with which Python finds them."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (place := folder / "lib" / version / "site-packages").mkdir(parents=True)
+    for name, text in modules.items():
+        path = place / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    ours = folder / "site/watchdog/site"
+    return {"PYTHONUSERBASE": str(folder), "PYTHONPATH": f"{ours}:{place}"}
+
+
+def test_a_module_beside_the_script_comes_before_an_installed_one(tmp_path: Path) -> None:
+    """Also where an installed package imports it."""
+    variables = installed_in(
+        tmp_path, datasets="WHOSE = 'installed'", other="import datasets\nWHOSE = datasets.WHOSE"
+    )
+    script = "import other\nprint(other.WHOSE)"
+    (folder := tmp_path / "site").mkdir()
+    (folder / "datasets.py").write_text("WHOSE = 'of the script'")
+    with contextlib.closing(Site(folder, script, **variables)) as site:
+        status, out, err = site.end(script)
+    assert (status, out) == (0, "of the script\n")
+    assert "its folder has a module datasets" in err
+
+
+def test_a_rank_has_its_number_in_packages_that_keep_it(tmp_path: Path) -> None:
+    keeps = "import os\ndef rank_zero_only(): pass\n"
+    keeps += "rank_zero_only.rank = int(os.environ.get('RANK', 0))"
+    name = "lightning_utilities.core.rank_zero"
+    script = f"from {name} import rank_zero_only\nprint(rank_zero_only.rank)"
+    packages = {"lightning_utilities.__init__": "", "lightning_utilities.core.__init__": ""}
+    variables = installed_in(tmp_path, **packages, **{name: keeps})
+    with contextlib.closing(Site(tmp_path / "site", script, **variables)) as site:
+        for rank in (0, 1):
+            assert site.end(script, rank=rank) == (0, f"{rank}\n", "")
+
+
+def test_a_script_that_sets_variables_before_it_imports_starts_cold(tmp_path: Path) -> None:
+    variables = installed_in(tmp_path, reads="import os\nMINE = os.environ.get('MINE')")
+    script = "import os\nos.environ['MINE'] = '1'\nimport reads\nprint(reads.MINE)"
+    with contextlib.closing(Site(tmp_path / "site", script, **variables)) as site:
+        status, out, err = site.end(script)
+    assert (status, out) == (0, "1\n")
+    assert "its script sets environment variables before it imports reads" in err

@@ -36,7 +36,8 @@ class Printing:
         self.logs = self.folder / f"logs/start-{self.starts}"
         self.logs.mkdir(parents=True)
         place = {"rank": own, "world": world, "pid": 100 + self.starts, "restart": restart}
-        self.ranks = [{**place, "error_file": str(self.logs / "error.json")}]
+        began = str(self.starts)
+        self.ranks = [{**place, "began": began, "error_file": str(self.logs / "error.json")}]
         self.reader.look(self.ranks)
 
     def prints(self, text: str, to: str = "stdout") -> None:
@@ -387,3 +388,19 @@ def test_one_rank_is_read(
         return
     run.prints("step 1 loss 1\n")
     assert len(run.figures()) == 1
+
+
+def test_the_last_rank_of_an_earlier_start_is_not_read_again(
+    log_steps: ModuleType, tmp_path: Path
+) -> None:
+    """A node with ranks 2 and 3 of 4 goes on alone with ranks 0 and 1: rank 3's file stays."""
+    run = Printing(log_steps, tmp_path, OURS, rank="last")
+    run.begin(world=4, own=3)
+    run.prints("step 1 loss 2\n")
+    before = run.ranks
+    run.begin(world=2, own=1, restart=1)
+    run.ranks = [*before, *run.ranks]
+    for step in (2, 3, 4):
+        run.prints(f"step {step} loss 1\n")
+    assert [one["step"] for one in run.figures()] == [1, 2, 3, 4]
+    assert sum(one["event"] == "start" for one in run.records("events")) == 2

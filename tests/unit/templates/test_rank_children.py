@@ -302,3 +302,44 @@ def test_a_job_that_a_rank_has_submitted_is_no_child_of_it(
     assert lines(rank) == ["child has begun"]
     os.killpg(rank.pid, signal.SIGTERM)
     assert rank.communicate(timeout=60)[0].startswith("child has more")
+
+
+PROGRAM = """
+import os, signal, subprocess
+program = subprocess.Popen(["sleep", "60"], preexec_fn=os.setsid)
+os.killpg(program.pid, signal.SIGTERM)
+print("program has ended with", program.wait(30), flush=True)
+"""
+
+
+@pytest.mark.parametrize("place", ["rank", "child"])
+def test_a_program_started_by_way_of_a_function_of_python_takes_signals(
+    place: str, script: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """Before the program, Python runs the hooks of a fork: it would inherit blocked signals."""
+    child = f"import os\nif os.fork():\n    os.wait()\nelse:\n    exec({PROGRAM!r})"
+    text = PROGRAM if place == "rank" else child
+    said, errors = script(text, "-").communicate(timeout=60)
+    assert said == "program has ended with -15\n", errors
+
+
+SHARES = ASKS.replace(
+    "def serve(end, folder):",
+    """def serve(end, folder):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    from multiprocessing.shared_memory import SharedMemory
+    memory = SharedMemory(create=True, size=1)
+    memory.close()
+    memory.unlink()""",
+)
+
+
+def test_a_child_that_shares_memory_outlives_a_stop(
+    script: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    """multiprocessing starts its tracker in the child, and then unblocks signals."""
+    rank = script(SHARES, "fork", str(tmp_path))
+    assert lines(rank) == ["child has begun"]
+    os.killpg(rank.pid, signal.SIGTERM)
+    said, errors = rank.communicate(timeout=60)
+    assert said.startswith("child has more\n"), errors

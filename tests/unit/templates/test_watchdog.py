@@ -818,3 +818,20 @@ def test_a_process_that_does_not_handle_the_signal_is_not_signalled(
         found = watchdog.examine(place, site / "exchange")
         assert (found["stack"], found["collectives"], process.poll()) == ([], None, None)
         process.kill()
+
+
+IN_BACKGROUND = """
+import os, sys
+os.system(f"{sys.executable} -c 'print(\\"uploads\\", flush=True)' &")
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_program_in_the_background_of_a_shell_is_no_rank(tmp_path: Path) -> None:
+    """The shell has ended, so the rank is not among its ancestors."""
+    with start_rank(write_site(tmp_path), IN_BACKGROUND) as rank:
+        assert rank.stdout is not None
+        assert {rank.stdout.readline() for _ in range(2)} == {f"{rank.pid}\n", "uploads\n"}
+        assert json.loads((tmp_path / "exchange/3.json").read_text())["pid"] == rank.pid
+        rank.communicate("\n")

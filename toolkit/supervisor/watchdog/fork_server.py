@@ -73,6 +73,12 @@ FIRST = ("torch", "torch._dynamo", "torch.distributed.tensor")
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband", "/dev/accel")
 """Device files: a process that has opened one must not fork."""
 
+RANKED = {
+    "lightning_utilities.core.rank_zero": "RANK",
+    "torchmetrics.utilities.prints": "LOCAL_RANK",
+}
+"""Modules whose function `rank_zero_only` keeps a variable's value from their import on."""
+
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
 STARTED_WITH = dict(os.environ)
@@ -84,9 +90,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Server:
     """The fork server."""
 
-    def __init__(self, server: socket.socket, torchrun: int) -> None:
+    def __init__(self, server: socket.socket, torchrun: int, script: str) -> None:
         self.server, self._torchrun = server, torchrun
         """The listening socket, and the pid of torchrun."""
+        self._folder = os.path.dirname(os.path.realpath(script))
+        """Where Python looks for the script's modules first."""
         self.reason = ""
         """Why this server cannot fork ranks; empty if it can."""
         self._ranks: dict[int, socket.socket] = {}
@@ -101,15 +109,16 @@ class Server:
 
     def load(self, names: Iterable[str]) -> None:
         """Import modules, skip those that fail, and test whether ranks can still be forked."""
-        before = len(sys.modules)
+        before = set(sys.modules)
         with silent():
             for name in names:
                 if name not in sys.modules:
                     # A package may raise anything at import, even SystemExit.
                     with contextlib.suppress(BaseException):
                         importlib.import_module(name)
-        if len(sys.modules) > before and not self.reason:
-            self.reason = used_device() or canary()
+        new = set(sys.modules) - before
+        if new and not self.reason:
+            self.reason = hidden(new, self._folder) or used_device() or canary()
             gc.collect()
             gc.freeze()  # so that a rank's garbage collector leaves these pages shared
 
@@ -275,18 +284,61 @@ def canary() -> str:
 # ---- What is imported
 
 
-def imports_of(command: list[str]) -> Iterator[str]:
-    """Yield the installed modules that a training script imports at top level."""
-    words = iter(command[1:])
-    script = next((word for word in words if not word.startswith("--")), "")
+def hidden(names: Iterable[str], folder: str) -> str:
+    """Return why the script would import another module than this process has, from its folder."""
+    for top in sorted({name.partition(".")[0] for name in names}):
+        spec = importlib.machinery.PathFinder.find_spec(top, [folder])
+        if spec is None or spec.loader is None:  # a folder of data is no package
+            continue
+        own = getattr(sys.modules.get(top), "__file__", None)
+        if own is None or os.path.realpath(own) != os.path.realpath(spec.origin or ""):
+            return f"its folder has a module {top}, and an installed one has the same name"
+    return ""
+
+
+def sets_variables(command: list[str]) -> str:
+    """Return why packages must be imported by the script: it sets variables before."""
+    sets = False
+    for node in statements_of(command):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            top = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
+            if sets and not getattr(node, "level", 0) and top not in sys.stdlib_module_names:
+                return f"its script sets environment variables before it imports {top}"
+        elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            sets = sets or any(map(changes_environ, ast.walk(node)))
+    return ""
+
+
+def changes_environ(node: ast.AST) -> bool:
+    """Whether an expression changes `os.environ`, by an index or by a method like `update()`."""
+    if isinstance(node, ast.Subscript):
+        changes = not isinstance(node.ctx, ast.Load)
+    else:
+        changes = isinstance(node, ast.Attribute) and node.attr in ("setdefault", "update", "pop")
+    of = getattr(node, "value", None)
+    return changes and "environ" in (getattr(of, "attr", ""), getattr(of, "id", ""))
+
+
+def script_of(command: list[str]) -> str:
+    """Return the training script; `-m` for a module."""
+    return next((word for word in command[1:] if not word.startswith("--")), "")
+
+
+def statements_of(command: list[str]) -> list[ast.stmt]:
+    """Return the statements of a training script; none if it cannot be read."""
+    script = script_of(command)
     if not script.endswith(".py"):
-        return
+        return []
     try:
         with open(script, "rb") as file:
-            tree = ast.parse(file.read())
+            return ast.parse(file.read()).body
     except (OSError, SyntaxError, ValueError):
-        return
-    for node in tree.body:
+        return []
+
+
+def imports_of(command: list[str]) -> Iterator[str]:
+    """Yield the installed modules that a training script imports at top level."""
+    for node in statements_of(command):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
@@ -390,11 +442,20 @@ def become(request: Request) -> None:
     sys.argv[:] = request.arguments
     vars(sys).get("orig_argv", [])[1:] = ["-u", *request.arguments]  # of Python 3.10
     draw_anew()
+    number_anew(request.environ)
     try:
         rank_hook.become_rank(request.ancestors)
         rank_hook.watch_rank()
     except Exception as error:  # the script must run all the same
         print(f"torch-deploy-toolkit: this rank is not prepared: {error}", file=sys.stderr)
+
+
+def number_anew(environ: dict[str, str]) -> None:
+    """Tell packages that have read the rank when the server imported them."""
+    for name, variable in RANKED.items():
+        function = getattr(sys.modules.get(name), "rank_zero_only", None)
+        if function is not None and environ.get(variable, "").isdigit():
+            function.rank = int(environ[variable])
 
 
 def draw_anew() -> None:
@@ -455,8 +516,10 @@ def main() -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind("\0" + address)
     server.listen(128)
-    forks = Server(server, int(torchrun))
-    forks.load([*FIRST, *imports_of(command)])
+    forks = Server(server, int(torchrun), script_of(command))
+    forks.reason = sets_variables(command)
+    if not forks.reason:
+        forks.load([*FIRST, *imports_of(command)])
     request = forks.serve()
     del forks, server
     known = set(sys.modules)

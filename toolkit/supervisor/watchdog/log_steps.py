@@ -158,10 +158,11 @@ class LogSteps:
         Args:
             ranks: The newest ranks of this node, including ended ones.
         """
-        for rank in ranks:
-            number = rank["world"] - 1 if self.is_last else 0
-            if rank["rank"] == number and rank["pid"] != self.pid:
-                self.begin(rank)
+        # An earlier start with another number of ranks may have left another last rank.
+        ours = [one for one in ranks if one["rank"] == (one["world"] - 1 if self.is_last else 0)]
+        newest = max(ours, key=lambda one: int(one["began"]), default=None)
+        if newest is not None and newest["pid"] != self.pid:
+            self.begin(newest)
         if self.pid and not self.is_off:
             for output in self.outputs:
                 for line in output.new_lines():

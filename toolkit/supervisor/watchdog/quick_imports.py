@@ -51,6 +51,8 @@ class Loader(importlib.machinery.SourceFileLoader):
 class Finder(importlib.machinery.PathFinder):
     """Finds what `PathFinder` finds, in `PACKAGES` only."""
 
+    find_distributions = None  # type: ignore[assignment]  # importlib.metadata would find each distribution twice
+
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
         """Return the spec of a module; None for others, and within such an import."""

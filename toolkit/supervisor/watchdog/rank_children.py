@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from os import kill  # as it is without unblock_within_calls()
 
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1})
@@ -37,6 +37,9 @@ CALLS = (
     (signal, "raise_signal"),
 )
 
+_starting = threading.local()
+"""`program` is set while this thread starts a program, which inherits the blocked signals."""
+
 POLL_S, POLL_KEPT_S = 5.0, 0.1
 """Interval between two checks whether the rank has ended, without and with a held signal."""
 
@@ -45,12 +48,16 @@ def protect(rank: int, ancestors: Collection[int]) -> None:
     """In a rank, make each child process hold signals; in a new child process, start to do so."""
 
     def keep_signals() -> None:
+        if getattr(_starting, "program", False):  # within subprocess, with a preexec_fn
+            return
         signal.signal(WAKE, take_in_main_thread)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         unblock_within_calls()
+        keep_from_tracker()
         # Not `threading`: this thread must stay out of the script's list of threads.
         _thread.start_new_thread(wait_for_signals, (rank, ancestors))
 
+    note_programs()
     os.register_at_fork(after_in_child=keep_signals)
     if os.getpid() != rank:
         keep_signals()
@@ -110,6 +117,28 @@ def take_in_main_thread(*_: object) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
+def note_programs() -> None:
+    """Let the hook of a fork know when `subprocess` starts a program.
+
+    With a `preexec_fn`, Python runs the hooks of a fork before the program.
+    """
+    start: Callable[..., int] = _posixsubprocess.fork_exec
+    if hasattr(start, "notes"):
+        return
+
+    def starting(*args: object) -> int:
+        _starting.program = True
+        try:
+            return start(*args)
+        finally:
+            _starting.program = False
+
+    starting.notes = True  # type: ignore[attr-defined]
+    _posixsubprocess.fork_exec = starting
+    if hasattr(sys.modules.get("subprocess"), "_fork_exec"):
+        sys.modules["subprocess"]._fork_exec = starting  # type: ignore[attr-defined]
+
+
 def unblock_within_calls() -> None:
     """Unblock signals in some calls: programs would inherit the mask, raised ones would wait."""
     for module, name in CALLS:
@@ -118,6 +147,22 @@ def unblock_within_calls() -> None:
             setattr(module, name, unblocked(call))
     if hasattr(sys.modules.get("subprocess"), "_fork_exec"):
         sys.modules["subprocess"]._fork_exec = _posixsubprocess.fork_exec  # type: ignore[attr-defined]
+
+
+def keep_from_tracker() -> None:
+    """Keep signals blocked where multiprocessing starts its tracker: it unblocks two of them."""
+    mask = signal.pthread_sigmask
+    if hasattr(mask, "keeps"):
+        return
+
+    def masking(how: int, signals: Iterable[int]) -> set[signal.Signals]:
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if how == signal.SIG_UNBLOCK and caller == "multiprocessing.resource_tracker":
+            return mask(signal.SIG_BLOCK, ())  # type: ignore[return-value]
+        return mask(how, signals)  # type: ignore[return-value]
+
+    masking.keeps = True  # type: ignore[attr-defined]
+    signal.pthread_sigmask = masking  # type: ignore[assignment]
 
 
 def unblocked(call: Callable[..., object]) -> Callable[..., object]:

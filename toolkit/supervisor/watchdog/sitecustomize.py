@@ -47,7 +47,8 @@ def prepare() -> None:
         import rank_children
     if PIDS in environ:
         rank, *above = [int(pid) for pid in environ[PIDS].split()]
-        if rank in ancestors_of(os.getpid()):
+        # A shell that has started this program in the background may have ended.
+        if rank in ancestors_of(os.getpid()) or os.path.exists(f"/proc/{rank}"):
             if "rank_children" in sys.modules:
                 rank_children.protect(rank, above)
             return
