@@ -57,9 +57,10 @@ taken = socket.create_server(("127.0.0.1", 0))
 socket.socket().bind(taken.getsockname())
 """
 DEVICE = ONE + "raise RuntimeError('CUDA error: invalid device ordinal')"
-STEP = (
-    'import json; json.dump({"version": 1, "status": "%s", "attempt": 0, "step": 57, "rank": %s, '
-    '"reason": "%s"}, open("run/outcome.json", "w")); '
+STEP = (  # by both ranks, of which one is killed when the other one fails
+    'import json, os; draft = f"run/outcome.{os.getpid()}"; json.dump({"version": 1, "status": '
+    '"%s", "attempt": 0, "step": 57, "rank": %s, "reason": "%s"}, open(draft, "w")); '
+    'os.replace(draft, "run/outcome.json"); '
 )
 
 
