@@ -366,12 +366,16 @@ Environment = Annotated[
 ]
 """An environment that `python -m venv` did not create, and the tool that did."""
 
+_EXPANDED = re.compile(r"~.*|.*\$\{?[A-Z_].*", re.DOTALL)
+"""What a shell would expand: `~/runs`, `/scratch/$USER`."""
+
 FolderPath = Annotated[
     Text,
     refusing(
-        lambda value: not value or value.startswith("~"), "is not expanded; write the whole path"
+        lambda value: not value or _EXPANDED.fullmatch(value) is not None,
+        "is not expanded; write the whole path",
     ),
-    schema_extra(pattern="^[^~]"),
+    schema_extra(pattern=r"^(?!~)(?!.*\$\{?[A-Z_])."),
 ]
 Word = Annotated[Text, *matching(r"\S+", "write one word, or leave the key out")]
 Flag = Annotated[bool, Strict()]

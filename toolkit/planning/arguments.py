@@ -27,8 +27,19 @@ _ELSEWHERE = re.compile(r"[-/~$].*|.*://.*|[-+0-9.eE]*", re.DOTALL)
 """An absolute path, a URL or a variable, another option or a number."""
 
 
+_PATH_VARIABLE = re.compile(rf"(?:^|[/:]){_VARIABLE.pattern}")
+
+
 def argument_problems(job: JobSpec) -> Iterator[Problem]:
-    """Yield the likely mistakes in the arguments of a job."""
+    """Yield the likely mistakes in the arguments and variables of a job."""
+    for name, value in job.env.items():
+        if match := _PATH_VARIABLE.search(value):
+            yield refusal(
+                "variable-in-env",
+                f"env.{name}: ${match[1] or match[2]} reaches the program as it is: nothing "
+                "expands variables here; write the value",
+                *("env", name),
+            )
     is_shell = "-c" in (job.command or ())
     for at, (before, word) in enumerate(pairwise(("", *job.args))):
         match = _VARIABLE.search(RUN_VALUE.sub("", word))

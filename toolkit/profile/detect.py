@@ -160,6 +160,9 @@ def discover(
     """
     ask = ask or _ask
     prefix = prefix or (sys.prefix if sys.prefix != sys.base_prefix else "")
+    active = "" if environ.get("VIRTUAL_ENV") else _environment(environ)
+    if active and prefix and not (Path(prefix) / "bin/torchrun").exists():
+        prefix = ""  # the toolkit's own, as from pipx
     venv = Path(environ.get("VIRTUAL_ENV") or prefix)
     has_venv = venv != Path() and (venv / "bin/activate").is_file()
     listed = plain(ask(["nvidia-smi", "-L"]) or "")
@@ -218,7 +221,8 @@ def _slurm(ask: Ask) -> SlurmSite | None:
     if "ClusterName" not in config:
         return None
     seconds = re.match(r"(\d{1,9}) sec", config.get("KillWait", ""))
-    sinfo = ask(["sinfo", "-o", row_format(*_SINFO)])
+    # Without --exact, a row is of several kinds of nodes and holds the smallest, like `32+`.
+    sinfo = ask(["sinfo", "-o", row_format(*_SINFO), "--exact"])
     user = user_of(ask(["id"]) or "")
 
     def accounts(field: str, *query: str, header: str) -> list[str]:
@@ -276,11 +280,12 @@ def _contexts(environ: Mapping[str, str], root: Path) -> list[Context]:
     current = ""
     for path in filter(None, paths.split(":")):
         config: Any = None
-        with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
+        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         config = config if isinstance(config, dict) else {}
         current = current or str(config.get("current-context") or "")
-        for entry in config.get("contexts") or ():
+        listed = config.get("contexts")
+        for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and isinstance(entry.get("context"), dict):
                 # Of two files, the first one counts.
                 namespace = str(entry["context"].get("namespace") or "default")

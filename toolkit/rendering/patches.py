@@ -79,7 +79,8 @@ def patched(text: str, patches: Iterable[tuple[str, str, Patch]]) -> str:
 
 
 def _identity(document: Mapping[str, Any]) -> tuple[Any, ...]:
-    metadata = document.get("metadata") or {}
+    metadata = document.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
     return (
         *(document.get(key) for key in ("apiVersion", "kind")),
         *(metadata.get(key) for key in ("name", "namespace")),

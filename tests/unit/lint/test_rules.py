@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, str, int | None]] = {
         5,
     ),
     "variable-in-args": ("module: mine\nargs: [$HOME]\n", LOCAL, 4),
+    "variable-in-env": ("env: {HF_HOME: /scratch/$USER/hf}\n", LOCAL, 4),
     "output-outside-run-dir": ("module: mine\nargs: [--ckpt-dir, ckpts]\n", LOCAL, 4),
     "train-arguments": ("args: [--epoch, 3]\n", SLURM, 4),
     "gpus-exceed-machine": ("resources:\n  gpus_per_node: 4000\n", LOCAL, 5),

@@ -437,3 +437,12 @@ def test_no_script_is_more_than_findings_or_a_message(text: str) -> None:
         check_script(f"{HEAD}#SBATCH --nodes=2\n{text}", "x")
     except InputError as error:
         assert str(error).startswith("x:")
+
+
+@pytest.mark.parametrize(("end", "found"), [("fi", True), ("else exit 1; fi", False)])
+def test_a_test_for_one_status_masks_all_others(end: str, found: bool) -> None:
+    text = (
+        "#!/bin/bash\n#SBATCH --time=1:00:00\ntimeout 50m torchrun --standalone t.py\n"
+        f'if [[ $? -eq 124 ]]; then sbatch "$0"; {end}\n'
+    )
+    assert ("failure-masked" in {one.rule for one in check_script(text, "x.sbatch")}) == found

@@ -357,3 +357,11 @@ def test_capabilities_are_written_as_kubernetes_does(site: Site, name: str) -> N
     path = write(site.user, "k", f"kind: kubernetes\ncapabilities: [{name}]\n")
     with pytest.raises(ProfileError, match="write it without CAP_, like IPC_LOCK"):
         load_profile(str(path))
+
+
+@pytest.mark.parametrize("path", ["/scratch/$USER/runs", "$HOME/runs", "${SCRATCH}/runs"])
+def test_a_variable_in_a_folder_is_refused_as_a_tilde_is(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text(f"kind: slurm\nruns_dir: {path}\n")
+    with pytest.raises(ProfileError, match="is not expanded; write the whole path"):
+        load_profile(str(file))

@@ -422,3 +422,34 @@ def test_after_init_the_first_submit_needs_no_option(
     assert ended.returncode == 0, ended.stderr
     assert "SUCCEEDED" in ended.stderr
     shutil.rmtree(tmp_path / "work/runs")
+
+
+def test_the_largest_of_several_kinds_of_nodes_counts(tmp_path: Path) -> None:
+    each = sinfo("cpu*|up|1:00|20|32|128000|(null)\ncpu*|up|1:00|10|128|1024000|(null)\n")
+    merged = sinfo("cpu*|up|1:00|30|32+|128000+|(null)\n")
+
+    def ask(argv: Sequence[str]) -> str | None:
+        if argv[0] == "sinfo":
+            return each if {"-e", "--exact"} & set(argv) else merged  # as sinfo(1) says
+        return answers(**IVY)(argv)
+
+    text = draft(discover(ask=ask, environ={}, root=tmp_path, prefix="")).text
+    assert "node: {gpus: 0, cpus: 128, memory: 1000GiB}" in text
+
+
+def test_an_active_environment_goes_before_the_toolkits_own_without_torch(
+    tmp_path: Path, venv: Path
+) -> None:
+    environ = {"CONDA_EXE": "/c/bin/conda", "CONDA_PREFIX": "/c/envs/x"}
+    found = discover(ask=answers(), environ=environ, root=tmp_path, prefix=str(venv))
+    assert (found.venv, found.environment) == (None, "conda:/c/envs/x")
+    (venv / "bin/torchrun").touch()
+    found = discover(ask=answers(), environ=environ, root=tmp_path, prefix=str(venv))
+    assert (found.venv, found.environment) == (venv, "")
+
+
+@pytest.mark.parametrize("text", ["contexts: 3\n", "a: 2024-13-45\n", "[" * 5000])
+def test_a_broken_kubeconfig_names_no_context(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(text)
+    environ = {"KUBECONFIG": str(tmp_path / "config")}
+    assert discover(ask=answers(), environ=environ, root=tmp_path, prefix="").contexts == ()

@@ -99,6 +99,7 @@ def test_good_profiles_are_good_to_both(data: dict[str, Any], tmp_path: Path) ->
         {"kind": "local", "version": "1"},
         {"kind": "local", "partition": "gpu"},
         {"kind": "local", "runs_dir": "~/runs"},
+        {"kind": "local", "runs_dir": "/scratch/$USER/runs"},
         {"kind": "local", "templates_dir": ""},
         {"kind": "local", "price": {}},
         {"kind": "local", "price": {"rank_hour": "2"}},

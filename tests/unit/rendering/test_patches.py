@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import toolkit
 from tests.support.rendered import KINDS, container_of, manifest, read, template_of, workload
 from toolkit.errors import RenderError
+from toolkit.job.kubernetes_options import Patch
+from toolkit.rendering import patches as applied
 
 
 def patched(*patches: dict[str, Any], kind: str = "Job", **job: Any) -> str:
@@ -233,3 +235,15 @@ def test_the_words_of_a_patch_have_one_meaning(tmp_path: Any) -> None:
     path.write_text("kind: kubernetes\npatches: [{merge: {metadata: {labels: {a: no}}}}]\n")
     with pytest.raises(toolkit.ProfileError, match='write "no" if you mean the text'):
         toolkit.load_profile(str(path))
+
+
+def test_a_date_is_a_text_as_kubernetes_reads_it() -> None:
+    text = "apiVersion: v1\nkind: Service\nmetadata: {name: a, annotations: {review: 2026-01-01}}\n"
+    made = applied.patched(text, [("p", "Service", Patch(merge={"spec": {"x": 1}}))])
+    assert read(made)[0]["metadata"]["annotations"] == {"review": "2026-01-01"}
+
+
+def test_a_patch_that_leaves_no_metadata_is_refused() -> None:
+    change = [{"op": "replace", "path": "/metadata", "value": "s"}]
+    with pytest.raises(RenderError, match="are how the run is found again"):
+        patched({"kind": "Service", "json": change})

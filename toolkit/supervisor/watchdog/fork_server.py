@@ -298,11 +298,11 @@ def hidden(names: Iterable[str], folder: str) -> str:
 
 def sets_variables(command: list[str]) -> str:
     """Return why packages must be imported by the script: it sets variables before."""
-    sets = False
+    sets, standard = False, getattr(sys, "stdlib_module_names", ())  # of Python 3.10
     for node in statements_of(command):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             top = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
-            if sets and not getattr(node, "level", 0) and top not in sys.stdlib_module_names:
+            if sets and not getattr(node, "level", 0) and top not in standard:
                 return f"its script sets environment variables before it imports {top}"
         elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             sets = sets or any(map(changes_environ, ast.walk(node)))

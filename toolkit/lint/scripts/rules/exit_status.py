@@ -16,6 +16,8 @@ _HARMLESS = frozenset({":", "true", "echo", "printf", "date", "sleep", "say", "l
 _MOST_WORK, _MOST_AFTER = 200, 500
 
 _ASKS = re.compile(r"\$\{?(\?|PIPESTATUS)")
+_ONE_STATUS = re.compile(r"\$\{?\?\}? (?:-eq|==?) [1-9]")
+"""A test for one kind of failure: after any other one, an `if` without `else` succeeds."""
 
 
 @SCRIPTS.rule(
@@ -136,6 +138,8 @@ class _Flow:
             conditions = [node for c in first.conditions for node in _nodes(c)]
             words = [w for n in conditions if isinstance(n, ast.SimpleCommand) for w in n.words]
             condition = " ".join(word.shown for word in (*words, *first.words))
+            if len(first.bodies) == 1 and _ONE_STATUS.search(condition):
+                return False
             return _ASKS.search(condition) is not None and word in condition
         return False
 

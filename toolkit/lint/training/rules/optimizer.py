@@ -68,10 +68,23 @@ def _cleared_too_often(script: TrainingScript) -> Iterator[Violation[int]]:
         loops = script.loops_of(step)
         if not loops or not (counted := _micro_step_test(script, step, loops[0])):
             continue
+        if _has_own_gradients(script, step, loops[0]):
+            continue
         for clear, own in clears:
             if own[:1] == loops[:1] and not _micro_step_test(script, clear, loops[0]):
                 what = f"gradients are cleared in each pass, steps are made if {counted}"
                 yield Violation(clear.lineno, what)  # type: ignore[attr-defined]
+
+
+def _has_own_gradients(script: TrainingScript, step: ast.AST, loop: Loop) -> bool:
+    """Whether only the passes with a step compute its gradients, as a GAN's generator does."""
+    for test, other in script.conditions_of(step):
+        counts = any(isinstance(one, ast.Mod) for one in ast.walk(test.test))
+        if counts and loop in script.parents(test):
+            calls = script.methods("backward")
+            branches = [dict(script.conditions_of(call)).get(test) for call in calls]
+            return other in branches and (not other) not in branches
+    return False
 
 
 def _micro_step_test(script: TrainingScript, node: ast.AST, loop: Loop) -> str:
