@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support import calls
 from tests.support.record_schemas import faults_of
 from tests.support.slurm_site import Site
 from toolkit.functions.parameters import job_of, updated
+from toolkit.local.launcher import LocalLauncher
 
 
 @pytest.fixture
@@ -381,3 +383,30 @@ def test_what_dies_without_a_word_is_found_out_without_accounting(
 def _nodes(cluster: Cluster, job: submitit.Job[Any]) -> list[str]:
     listed = cluster.slurm("squeue", "-h", "-j", job.job_id, "-o", "%N").strip()
     return cluster.slurm("scontrol", "show", "hostnames", listed).split()
+
+
+# ---- All calls, or none
+
+
+def test_no_call_starts_if_one_cannot_be_pickled(local: toolkit.LocalProfile) -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        toolkit.LocalExecutor(local).map_array(type, [1, threading.Lock()])
+    assert not list(Path(local.runs_dir).glob("*"))
+
+
+def test_calls_that_were_submitted_before_a_refused_one_are_cancelled(
+    local: toolkit.LocalProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    submitted: list[toolkit.Run] = []
+    submit = LocalLauncher.submit
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if submitted:
+            raise toolkit.LauncherError("no space left")
+        submitted.append(submit(*args, **kwargs))
+        return submitted[0]
+
+    monkeypatch.setattr(LocalLauncher, "submit", once)
+    with pytest.raises(toolkit.LauncherError, match="no space left"):
+        toolkit.LocalExecutor(local).map_array(calls.wait_for_ever, [str(tmp_path)] * 2)
+    assert submitted[0].wait(300).state is toolkit.RunState.CANCELLED

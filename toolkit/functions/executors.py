@@ -10,7 +10,7 @@ import submitit
 from submitit.core import core
 from submitit.core.utils import DelayedSubmission
 
-from toolkit.errors import ProfileError
+from toolkit.errors import LauncherError, ProfileError
 from toolkit.functions.job import FunctionJob, PodJob, StatusPoll
 from toolkit.functions.parameters import job_of, name_of, updated
 from toolkit.functions.payload import files_of
@@ -21,6 +21,7 @@ from toolkit.local.launcher import LocalLauncher
 from toolkit.planning import plan
 from toolkit.profile import KubernetesProfile, LocalProfile, Profile, SlurmProfile, as_profile
 from toolkit.runs.records.state_dir import state_folder
+from toolkit.runs.run import Run
 from toolkit.slurm import SlurmLauncher
 
 R = TypeVar("R")
@@ -61,6 +62,21 @@ class _RunExecutor(core.Executor, Generic[ProfileT]):
     def _job(self, parameters: Mapping[str, Any], function: object, calls: int = 1) -> JobSpec:
         name = parameters.get("name") or name_of(function)
         return job_of(parameters, name=name, calls=calls, source=type(self).__name__)
+
+    def _submitted(self, submit: Callable[..., Run], calls: _Calls) -> list[Run]:
+        """Submit each call as a run, all or none."""
+        jobs = [(self._job(self.parameters, call.function), call) for call in calls]
+        prepared = [(plan(job, self._profile), files_of(job, call)) for job, call in jobs]
+        runs: list[Run] = []
+        try:
+            for made, files in prepared:
+                runs.append(submit(made, files=files))
+        except BaseException:
+            for run in runs:
+                with contextlib.suppress(LauncherError):
+                    run.cancel()
+            raise
+        return runs
 
 
 class SlurmExecutor(_RunExecutor[SlurmProfile]):
@@ -138,11 +154,8 @@ class KubernetesExecutor(_RunExecutor[KubernetesProfile]):
         super().__init__(site, str(state_folder() / "calls"), parameters)
 
     def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
-        # Calls are submitted all or none, so that no single call is left behind.
-        jobs = [(self._job(self.parameters, call.function), call) for call in delayed_submissions]
-        prepared = [(plan(job, self._profile), files_of(job, call)) for job, call in jobs]
         launcher = KubernetesLauncher(self._profile)
-        return [PodJob(launcher.submit(made, files=files)) for made, files in prepared]
+        return [PodJob(run) for run in self._submitted(launcher.submit, delayed_submissions)]
 
 
 class LocalExecutor(_RunExecutor[LocalProfile]):
@@ -161,11 +174,7 @@ class LocalExecutor(_RunExecutor[LocalProfile]):
 
     def _internal_process_submissions(self, delayed_submissions: _Calls) -> _Jobs:
         launcher = LocalLauncher(self._profile)
-        jobs = ((self._job(self.parameters, call.function), call) for call in delayed_submissions)
-        return [
-            FunctionJob(launcher.submit(plan(job, self._profile), files=files_of(job, call)))
-            for job, call in jobs
-        ]
+        return [FunctionJob(run) for run in self._submitted(launcher.submit, delayed_submissions)]
 
 
 class DebugExecutor(submitit.DebugExecutor):

@@ -61,10 +61,16 @@ class RankFiles:
     """Writes the files of this rank into the run directory."""
 
     def __init__(self, worker: WorkerId) -> None:
-        """Create the attempt's folder, and a link to the logs of this rank."""
+        """Create the attempt's folder, and a link to the logs of this rank.
+
+        Remove what this rank wrote before torchrun restarted it.
+        """
         self._worker = worker
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
         worker.attempt_dir.mkdir(parents=True, exist_ok=True)
+        for suffix in ("pkl", "error.json"):
+            with contextlib.suppress(OSError):
+                (worker.attempt_dir / f"rank-{worker.rank}.{suffix}").unlink()
         if self._error_file:
             link = worker.attempt_dir / f"logs-{worker.rank}"
             with contextlib.suppress(OSError):

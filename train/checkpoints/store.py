@@ -266,8 +266,8 @@ def measure(path: Path) -> Proof:
 
 def free_bytes(path: Path) -> float:
     """Return the free bytes at a path, which need not exist; infinite if unknown."""
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
         disk = os.statvfs(existing)
     except OSError:
         return math.inf

@@ -197,6 +197,11 @@ def numeric_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: _real(buffer) for name, buffer in named if buffer.dtype in NUMBERS}
 
 
+def change(now: Tensor, before: Tensor) -> Tensor:
+    """Return the change of a buffer: 0 where it has not moved, such as the infinities of a mask."""
+    return (now - before).masked_fill_(now == before, 0)
+
+
 def never_sent(model: nn.Module) -> list[str]:
     """Name tensors of dtypes that no backend sends: DDP must skip them, as all ranks agree."""
     named = [*model.named_buffers(), *model.named_parameters()]

@@ -55,7 +55,8 @@ def clip(strategy: Strategy, norm: float, limit: float) -> None:
 def not_finite(strategy: Strategy) -> list[str]:
     """Name the parameters with an infinity or NaN in this rank's part."""
     # Whole numbers are finite; torch computes no norm of them, nor of one-byte floats.
-    named = strategy.named_parameters()
+    # A frozen mask may hold infinities.
+    named = [(n, p) for n, p in strategy.named_parameters() if p.requires_grad]
     parts = {n: local(p.detach()) for n, p in named if p.dtype.itemsize > 1 and _inexact(p)}
     if not parts:
         return []

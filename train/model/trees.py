@@ -108,3 +108,13 @@ def check(inputs: Tree, targets: Tree, *, task: str) -> None:
                     f"{place}: its data hold {count} samples of {first}, but {len(leaf)} of "
                     f"{path}: give one of each for every sample"
                 )
+
+
+def near(one: Tensor, other: Tensor, far: float) -> bool:
+    """Whether the norm of the difference is at most `far` times that of one tensor.
+
+    Infinities, as of a mask, must be the same in both.
+    """
+    same = (one == other) | (one.isnan() & other.isnan())
+    distance = (one - other).masked_fill_(same, 0).norm()
+    return bool(distance <= far * one.masked_fill(~one.isfinite(), 0).norm())

@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..data.order import Batch
 from ..errors import UsageError, is_collateral
 from ..layers import CausalAttention, Placed
-from ..model.trees import Tree, mapped, named, tensors_of
+from ..model.trees import Tree, mapped, named, near, tensors_of
 from ..runtime.process_group import arrange
 from ..tasks.base import item_count, sketch_of
 from . import pieces
@@ -233,8 +233,7 @@ def differs(run: Callable[[Tree], Tree], model: nn.Module, inputs: Tree, *, halv
         along = [dim for dim, (double, size) in enumerate(sizes) if double == 2 * size]
         if along:
             second_half = two.chunk(2, dim=along[0])[1].float()
-            distance = (second_half - second.float()).norm()
-            different |= bool(distance > far * second_half.norm())
+            different |= not near(second_half, second.float(), far)
     return different
 
 

@@ -267,7 +267,7 @@ class ExactDataParallel(WholeModel):
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._trainable
         ]
         columns += [
-            (b - start[name]).reshape(-1)
+            batchnorm.change(b, start[name]).reshape(-1)
             for name, b in batchnorm.numeric_buffers(self.model).items()
         ]
         return torch.cat([*columns, loss.reshape(1)])

@@ -101,8 +101,14 @@ class LocalSgd(WholeModel):
         columns = [tensor.reshape(-1).to(device) for tensor in tensors]
         # torch.cat() joins tensors of different types, except one-byte types.
         columns = [c.float() if c.itemsize == 1 else c for c in columns]
-        flat = torch.cat([*columns, torch.ones(1, device=device)]) * self._items
-        dist.all_reduce(flat)
+        mine = torch.cat([*columns, torch.ones(1, device=device)])
+        # If no rank has had an item, all weigh the same.
+        for items in (self._items, 1):
+            # Not a product: zero times the infinities of a mask is NaN.
+            flat = mine * items if items else torch.zeros_like(mine)
+            dist.all_reduce(flat)
+            if flat[-1] > 0:
+                break
         flat /= flat[-1].clone()
         means = torch.split(flat[:-1], [tensor.numel() for tensor in tensors])
         for tensor, mean in zip(tensors, means, strict=True):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.order import Batch
 from ..errors import UsageError
-from ..model.trees import Tree, mapped, tensors_of
+from ..model.trees import Tree, mapped, near, tensors_of
 from .base import Parts
 
 FAR = 1e-6
@@ -144,8 +144,7 @@ def _difference(parts: Parts, inputs: Tree) -> str:
             of_model = tensors_of(model(given))
             of_pieces = tensors_of(_in_turn(model, parts)(given))
         same = len(of_model) == len(of_pieces) and all(
-            a.shape == b.shape and bool((a - b).norm() <= FAR * a.norm())
-            for a, b in zip(of_model, of_pieces, strict=True)
+            a.shape == b.shape and near(a, b, FAR) for a, b in zip(of_model, of_pieces, strict=True)
         )
         return "" if same else "for the same sample other numbers come out"
     if whole.operations == apart.operations:

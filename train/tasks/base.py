@@ -305,7 +305,19 @@ class Perceptron(ResidentClassifier):
 
 
 def class_weights(targets: Tensor) -> Tensor:
-    """Weight each sample by 1 / size of its class. Shape [samples], float64."""
+    """Weight each sample by 1 / size of its class. Shape [samples], float64.
+
+    Raises:
+        UsageError: the targets are not one class number per sample.
+    """
+    whole = not (targets.is_floating_point() or targets.is_complex())
+    if targets.dim() != 1 or not whole or (targets < 0).any():
+        raise UsageError(
+            f"the targets of the training data, {list(targets.shape)} {targets.dtype}, are not one "
+            "class number, 0 or more, per sample: define weights() in the task, or leave out "
+            "--sampling balanced"
+        )
+    targets = targets.long()
     return 1.0 / torch.bincount(targets).double()[targets]
 
 

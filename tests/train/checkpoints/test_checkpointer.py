@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -292,3 +294,13 @@ def test_links_to_checkpoints_that_are_gone_are_skipped_with_a_reason(tmp_path: 
     argv = [sys.executable, "-c", code]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout == "[20, 10]\n"
+
+
+def test_free_space_is_unknown_where_a_file_system_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert store.free_bytes(tmp_path / "step-00000004.tmp") == math.inf

@@ -145,3 +145,11 @@ def learnt(task: Shuttle, seed: int, weights: Tensor | None) -> dict[str, float]
     with torch.no_grad():
         score = task.score(model(test.inputs), test.targets)
     return dict(task.metrics(score.double(), len(test)))
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.zeros(3, 2, dtype=torch.int64), torch.tensor([1, -100]), torch.rand(3)]
+)
+def test_targets_without_one_class_per_sample_are_refused(targets: Tensor) -> None:
+    with pytest.raises(UsageError, match="leave out --sampling balanced"):
+        class_weights(targets)

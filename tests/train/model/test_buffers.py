@@ -18,6 +18,7 @@ from train.checkpoints.checkpointer import Checkpointer
 from train.checkpoints.reader import MODEL, Stored, export
 from train.checkpoints.store import Position, State
 from train.errors import UsageError
+from train.model import batchnorm
 from train.runtime.process_group import RankGroup, bytes_of
 from train.runtime.rank import RankInfo
 
@@ -136,3 +137,9 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
         "  1.sparse has layout sparse_coo, not strided\n"
         "  1.spread has elements that share memory, as expand() makes them: give it a clone()"
     )
+
+
+def test_infinities_that_stay_have_not_changed() -> None:
+    before = torch.tensor([0.0, -torch.inf, torch.inf, 1.0])
+    now = torch.tensor([0.5, -torch.inf, -torch.inf, 1.0])
+    assert batchnorm.change(now, before).tolist() == [0.5, 0.0, -torch.inf, 0.0]

@@ -178,3 +178,16 @@ def test_frozen_codes_of_a_quantised_model_are_finite(dtype: torch.dtype) -> Non
     assert not_finite(cast(Any, Holding())) == []
     model.bias.data[0] = torch.inf
     assert not_finite(cast(Any, Holding())) == ["bias"]
+
+
+def test_a_frozen_mask_of_infinities_is_no_spoilt_weight() -> None:
+    model = nn.Linear(4, 2)
+    model.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=False)
+
+    class Holding:
+        norm_device = torch.device("cpu")
+        named_parameters = model.named_parameters
+
+    assert not_finite(cast(Any, Holding())) == []
+    model.weight.data[0, 0] = torch.inf
+    assert not_finite(cast(Any, Holding())) == ["weight"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.train.support.ladder import trainer_of
+from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from tests.train.support.reading import whole
 from train.cli.config import Config
@@ -242,3 +243,32 @@ def contents(run: Running, attempt: int) -> dict[str, bytes]:
     tensors = whole(run.run_dir / LAST.format(attempt))
     found = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     return {**found, "weights.st": (run.log.parent / "weights.st").read_bytes()}
+
+
+MASKED = """
+import torch
+from torch import nn
+from train.tasks.digits import Digits
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(64, 10)
+        self.register_buffer("mask", torch.tensor([0.0] * 8 + [float("-inf")] * 2))
+
+    def forward(self, x):
+        return self.scores(x) + self.mask.exp().log().clamp(min=-1.0)
+
+class Masked(Digits):
+    def model(self):
+        return Net()
+"""
+
+
+def test_a_mask_of_infinities_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "masked.py").write_text(MASKED)
+    task = f"{tmp_path / 'masked.py'}:Masked"
+    trainer = trainer_for(0, 1, tmp_path / "run", task=task, strategy="ddp", reduce="exact")
+    trainer.train_step()
+    mask = trainer.strategy.model_state()["mask"]
+    assert mask.tolist() == [0.0] * 8 + [-float("inf")] * 2

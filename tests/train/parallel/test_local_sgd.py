@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.train.support.ladder import like_the_models, trainer_of
+from tests.train.support.making import trainer_for
 from tests.train.support.ranks import on_ranks
 from train.cli.config import Config
 from train.data.order import SampleOrder, share_of
@@ -271,3 +272,23 @@ def test_a_checkpoint_that_is_due_between_averages_is_written_after_the_next(
     run = start.whole(2, *flags, run_dir=tmp_path / "run")
     saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
     assert saved == [24, 40, 50]
+
+
+def averaged(rank: int) -> list[tuple[list[float], float]]:
+    found = []
+    for items in ((1, 0), (0, 0)):
+        with tempfile.TemporaryDirectory() as folder:
+            chosen: dict[str, Any] = {"strategy": "local-sgd", "local_steps": 1}
+            strategy: Any = trainer_for(rank, 2, Path(folder), **chosen).strategy
+            strategy.model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            with torch.no_grad():
+                strategy.model[0].bias[0] = 1.0 + rank
+            strategy._items = items[rank]
+            strategy._average()
+            found.append((strategy.model.mask.tolist(), strategy.model[0].bias[0].item()))
+    return found
+
+
+def test_ranks_without_items_spoil_no_average() -> None:
+    mask = [0.0, -torch.inf]
+    assert on_ranks(2, averaged) == [[(mask, 1.0), (mask, 1.5)]] * 2

@@ -11,6 +11,7 @@ import toolkit
 from tests.support.asked_slurm import Slurm, User
 from toolkit.functions.job import FunctionJob
 from toolkit.functions.payload import FOLDER, SubmittedCall
+from toolkit.functions.worker import RankFiles, WorkerId
 from toolkit.slurm.submission import SlurmJob, write_jobs
 
 
@@ -55,3 +56,19 @@ def test_a_call_that_was_resubmitted_has_not_ended(tmp_path: Path) -> None:
     os.utime(outcome, (2, 2))
     slurm.rows += user.line("r", 78, "PENDING", " continue", reason="Priority")
     assert (job.state, job.done()) == ("PENDING", False)
+
+
+def test_a_rank_that_torchrun_restarts_removes_what_it_wrote_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = ("RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    given = {**dict.fromkeys(numbers, "1"), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**given, "TRAIN_RUN_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    worker = WorkerId()
+    RankFiles(worker).result("of the first start")
+    other = worker.attempt_dir / "rank-0.pkl"
+    other.touch()
+    assert (worker.attempt_dir / "rank-1.pkl").exists()
+    RankFiles(worker)
+    assert list(worker.attempt_dir.iterdir()) == [other]

@@ -129,7 +129,8 @@ class Served(WholeModel):
         """Return the changes of buffers since these weights."""
         buffers = self._buffers().values()
         before = weights[len(weights) - len(buffers) :]
-        return [now.cpu() - then for now, then in zip(buffers, before, strict=True)]
+        pairs = zip(buffers, before, strict=True)
+        return [batchnorm.change(now.cpu(), then) for now, then in pairs]
 
     def put_gradients(self, pieces: Sequence[Sequence[Tensor | None]]) -> None:
         """Set the parameters' gradients to the sum of pieces, added in the given order."""
