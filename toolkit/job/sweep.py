@@ -188,13 +188,18 @@ def _name(number: str, settings: Mapping[str, str | bool]) -> str:
 
 
 def _with_option(argv: list[str], option: str, value: str | bool) -> list[str]:
-    """Set an option at its last occurrence, the one that counts; else at the end.
+    """Set an option at its last occurrence, the one that counts; else at the end of the options.
 
     >>> _with_option(["--lr", "1", "x"], "--lr", "2"), _with_option(["--lr=1"], "--lr", "2")
     (['--lr', '2', 'x'], ['--lr=2'])
     >>> _with_option(["x"], "--lr", "2"), _with_option(["--lr", "--fast"], "--fast", False)
     (['x', '--lr', '2'], ['--lr'])
+    >>> _with_option(["--", "--lr"], "--lr", "2")
+    ['--lr', '2', '--', '--lr']
     """
+    if "--" in argv:  # what follows it are no options
+        end = argv.index("--")
+        return [*_with_option(argv[:end], option, value), *argv[end:]]
     places = [at for at, word in enumerate(argv) if word.partition("=")[0] == option]
     if isinstance(value, str):
         # `--x --y` would be two options.

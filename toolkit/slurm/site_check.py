@@ -143,7 +143,8 @@ def _config_findings(plan: SlurmPlan, config: dict[str, str]) -> Iterator[tuple[
         yield (
             "site-preempt-mode",
             f"PreemptMode is {config['PreemptMode']}: a preempted job is cancelled and not queued "
-            "again; after a preemption submit the script again with `sbatch FILE RUN_DIR continue`",
+            "again, unless its partition or QOS has PreemptMode=REQUEUE; after a preemption submit "
+            "the script again with `sbatch FILE RUN_DIR continue`",
         )
     expire = re.search(r"\bcred_expire=(\d{1,9})", config.get("AuthInfo", ""))
     if plan.job.retries.requeue and expire and int(expire[1]) > _CRED_EXPIRE_S:

@@ -208,7 +208,7 @@ def is_unreachable(slurm: Slurm, node: str) -> bool:
 
 
 class _Rank(NamedTuple):
-    """A rank on this host, or a process that a rank has started."""
+    """A rank on this host, or a process that a rank has forked."""
 
     pid: int
     age_s: float
@@ -219,7 +219,8 @@ def _ranks_here(run_id: str) -> Iterator[_Rank]:
     """Yield the processes of torchrun's run id, also those in containers."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         environ = variables_of(int(name))
-        if environ.get("TORCHELASTIC_RUN_ID") == run_id and "RANK" in environ:
+        ours = environ.get("TORCHELASTIC_RUN_ID") == run_id and "RANK" in environ
+        if ours and "TRAIN_RANK_PIDS" not in environ:  # which programs of a rank have
             yield _Rank(int(name), _age_s(name), environ)
 
 

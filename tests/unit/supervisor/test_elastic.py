@@ -1,5 +1,6 @@
 """A job with a variable number of nodes: the others do not wait for one that is gone."""
 
+import contextlib
 import json
 import os
 import signal
@@ -42,19 +43,24 @@ def members(folder: Path, address: tuple[str, int] = ("127.0.0.1", 1)) -> Member
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A rank of the job."""
+    with started(tmp_path) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def started(tmp_path: Path, **more: str) -> Iterator["subprocess.Popen[str]"]:
     environ = {
         **os.environ,
         "RANK": "0",
         "TORCHELASTIC_RUN_ID": f"test{os.getpid()}-0",
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+        **more,
     }
     argv = [sys.executable, "-S", "-c", SLEEPS]
-    started = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None and started.stdout.readline()
-    yield started
-    started.kill()
-    started.wait()
-    started.stdout.close()
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None and one.stdout.readline()
+        yield one
+        one.kill()
 
 
 def test_a_rank_that_met_the_lost_node_is_killed_with_the_reason(
@@ -66,6 +72,16 @@ def test_a_rank_that_met_the_lost_node_is_killed_with_the_reason(
     assert rank.wait(60) == -signal.SIGKILL
     error = json.loads((tmp_path / "error.json").read_text())["message"]
     assert error["message"] == "NodeLost: n2 is lost; the ranks start again without it"
+
+
+def test_a_program_left_by_an_earlier_rank_is_not_taken_for_the_oldest_rank(
+    tmp_path: Path, until: Until
+) -> None:
+    with started(tmp_path, TRAIN_RANK_PIDS="7 1") as left, started(tmp_path) as rank:
+        until(lambda: elastic._age_s(str(rank.pid)) > 0.1, "the rank has an age")
+        members(tmp_path).go_on_without("n2", silent_s=10)
+        assert rank.wait(60) == -signal.SIGKILL
+        assert left.poll() is None
 
 
 def test_ranks_that_have_met_without_the_lost_node_go_on(

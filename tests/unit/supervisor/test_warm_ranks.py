@@ -459,7 +459,7 @@ if len(sys.argv) > 1:
     assert first.stdout.readline() == "False\n"
 
     def knows() -> bool:
-        time.sleep(0.5)  # each look is a rank that computes
+        time.sleep(2)  # each look is a rank that imports torch
         return site.end(script)[1] == "True\n"
 
     until(knows)

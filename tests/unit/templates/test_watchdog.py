@@ -6,6 +6,7 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -834,4 +835,25 @@ def test_a_program_in_the_background_of_a_shell_is_no_rank(tmp_path: Path) -> No
         assert rank.stdout is not None
         assert {rank.stdout.readline() for _ in range(2)} == {f"{rank.pid}\n", "uploads\n"}
         assert json.loads((tmp_path / "exchange/3.json").read_text())["pid"] == rank.pid
+        rank.communicate("\n")
+
+
+STARTS_ITSELF_AGAIN = """
+import os, sys
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    os.execv(sys.executable, sys.orig_argv)
+print("again", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_rank_that_starts_itself_again_can_be_examined(tmp_path: Path) -> None:
+    site = write_site(tmp_path)
+    with start_rank(site, STARTS_ITSELF_AGAIN) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        assert rank.stdout.readline() == "again\n"
+        place = json.loads((tmp_path / "exchange/3.json").read_text())
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(place["socket"])
         rank.communicate("\n")

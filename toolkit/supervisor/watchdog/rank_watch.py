@@ -44,6 +44,8 @@ def open_to_watchdog(folder: str) -> None:
     faulthandler.register(number, file=stacks, all_threads=False, chain=False)
     path = os.path.join(folder, f"{rank}-{pid}.socket")
     server = socket.socket(socket.AF_UNIX)
+    if os.path.lexists(path):  # this process has replaced its program
+        os.unlink(path)
     server.bind(path)
     server.listen()
     # Not `threading`: this thread must stay out of the script's list of threads.

@@ -47,8 +47,9 @@ def prepare() -> None:
         import rank_children
     if PIDS in environ:
         rank, *above = [int(pid) for pid in environ[PIDS].split()]
-        # A shell that has started this program in the background may have ended.
-        if rank in ancestors_of(os.getpid()) or os.path.exists(f"/proc/{rank}"):
+        lives = rank in ancestors_of(os.getpid()) or os.path.exists(f"/proc/{rank}")
+        # Not only an ancestor: a shell that started this program in the background may have ended.
+        if lives and rank != os.getpid():  # a rank may start itself again by exec
             if "rank_children" in sys.modules:
                 rank_children.protect(rank, above)
             return
