@@ -249,7 +249,8 @@ def main() -> None:
         if error.errno == errno.ENOENT and not _working_folder_exists():
             say("the current folder no longer exists; change to another one", err=True)
             sys.exit(exit_status.FAILED)
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        # At a terminal, EIO means that it is closed; elsewhere, that a disk fails.
+        if error.errno != errno.EPIPE and not (error.errno == errno.EIO and sys.stdout.isatty()):
             raise
         stop_writing()  # the reader has seen enough (`| head`), or the terminal is closed
         sys.exit(exit_status.DONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # naming a type must not import it
 
+import errno
 import shlex
 import signal
 import sys
@@ -114,8 +115,11 @@ def run_here(job: Path, overrides: tuple[str, ...], to: str) -> None:
         output.say(f"{run.uri}: run directory {run.run_dir}", err=True)
         try:
             output.echo_log(output.follow_lines(run))
-        except OSError:  # the reader of the output has gone, so the run is not wanted
+        except OSError as error:  # the reader of the output has gone, so the run is not wanted
             run.cancel()
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                why = f"the output cannot be written: {error.strerror}; the run is stopped"
+                output.say(why, err=True)
             run.wait()
             output.stop_writing()
             sys.exit(exit_status.FAILED)

@@ -8,6 +8,7 @@ from toolkit.errors import LauncherError
 from toolkit.kubernetes.client.connection import Away, Missing
 from toolkit.kubernetes.client.exec import execute
 from toolkit.kubernetes.client.resources import Cluster
+from toolkit.kubernetes.pods import is_up
 from toolkit.runs.evidence.stacks import NO_WATCHDOG
 
 _AT_ONCE = 8
@@ -59,6 +60,6 @@ class PodsExchange:
                 execute(self._cluster, pod, self._container, argv, show=parts.append)
             return b"".join(parts)
 
-        pods = self._cluster.pods(self._selector)
+        pods = filter(is_up, self._cluster.pods(self._selector))
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(printed, [pod["metadata"]["name"] for pod in pods]))

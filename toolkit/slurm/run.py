@@ -255,9 +255,25 @@ class SlurmRun(Run):
         if self.run_dir is not None and self.run_dir.is_dir():
             status = run_directory.ended_status(self.run_dir)
             outcome = run_directory.outcome(self.run_dir) or {}
-            if status.state is RunState.SUCCEEDED or outcome.get("status") == "fatal":
+            fatal = outcome.get("status") == "fatal" and status.state.final
+            if status.state is RunState.SUCCEEDED or (fatal and not self._is_resubmitted()):
                 return status
         return RunStatus(state=RunState.UNKNOWN, reason=reason)
+
+    def _is_resubmitted(self) -> bool:
+        """Whether a job was submitted after the newest attempt had ended."""
+        run_dir, home = self.run_dir, self._recorded_in
+        if run_dir is None or home is None or len(read_jobs(home)) < 2:
+            return False
+        newest = log_reader.attempt_folders(run_dir)[-1:]
+        ends = [folder / name for folder in newest for name in ("reason", "exit_status")]
+        ended = max(map(log_reader.modified_at, [*ends, run_dir / "outcome.json"]))
+        return log_reader.modified_at(home / "jobs.jsonl") > ended
+
+    @property
+    def _recorded_in(self) -> Path | None:
+        """The folder with the list of the run's jobs."""
+        return self.run_dir
 
     def _lines(self, view: LogView, on_status: Callable[[RunStatus], object]) -> Iterator[str]:
         self._login.fetch(time.time())

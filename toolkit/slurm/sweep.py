@@ -187,6 +187,10 @@ class SlurmPoint(SlurmRun):
     def _home(self) -> str | None:
         return self.sweep._home
 
+    @property
+    def _recorded_in(self) -> Path | None:
+        return self.sweep.run_dir
+
     def _log(self, run_dir: Path) -> Path:
         return run_dir.parent / "logs" / f"{self.index}.log"
 

@@ -1,5 +1,8 @@
 """How a run's log is read and followed: by attempt, node, rank, and point of a sweep."""
 
+import errno
+import io
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.output import follow_lines
+from toolkit.errors import LauncherError
 from toolkit.runs.records.log_reader import (
     LogView,
     Span,
@@ -20,6 +24,7 @@ from toolkit.runs.records.log_reader import (
 from toolkit.runs.records.registry import RunRecord
 from toolkit.runs.run import Run
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.text import untrusted
 
 
 @pytest.fixture
@@ -203,3 +208,15 @@ def test_the_points_of_a_sweep_are_followed_until_all_have_ended(tmp_path: Path)
     # One that waits is looked at when it begins to, and when it has ended: never in between.
     assert max(point.opened for point in parts[2:]) == 2
     assert list(read_points(parts[:2], LogView(), spans)) == found
+
+
+def test_a_disk_that_fails_is_an_error_and_not_the_end_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(untrusted, "open_untrusted", lambda *_, **__: Failing(b"x\n"))
+    with pytest.raises(LauncherError, match="cannot be read: Input/output error"):
+        list(Tail().new_lines(tmp_path / "job.log"))

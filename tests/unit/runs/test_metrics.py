@@ -14,6 +14,7 @@ from tests.support.told_run import ToldRun, run_at
 from toolkit.runs.records.run_directory import read_metrics
 from toolkit.runs.state import RunState, RunStatus
 from toolkit.runs.views import curves
+from toolkit.runs.views.goodput import goodput_of
 from toolkit.runs.views.notebook import Curve
 
 
@@ -206,3 +207,13 @@ def test_waiting_shows_a_bar_where_it_is_asked_for(
     again = Going(run_at(tmp_path).record)
     again.wait()
     assert capsys.readouterr().err == ""  # nobody looks
+
+
+def test_a_start_that_first_evaluates_repeats_no_step(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    rows += [{"step": 2, "attempt": 1, "test_loss": 0.5}, {"step": 3, "attempt": 1, "loss": 0.9}]
+    at, first = 1.79e9, {"attempt": 0, "restart": 0}
+    rows = [{"time": at + 10 * number, **first, **row} for number, row in enumerate(rows)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert [row.get("loss") for row in read_metrics(tmp_path)] == [2.0, 1.0, 0.9]
+    assert goodput_of(tmp_path, submitted=at).steps_again == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -170,3 +171,45 @@ def test_torn_and_foreign_lines_are_no_restart(attempts: list[Path], tmp_path: P
     found = restarts_in(tmp_path)
     assert [one.attempt for one in found] == [0, 0]
     assert all(one.away_s >= 0 for one in found)
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Europe/Berlin", "Asia/Kolkata"])
+def test_the_clock_of_the_nodes_may_have_another_zone(
+    zone: str, attempts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts[1].rmdir()
+    start(attempts[0], 0, at=-7200)
+    start(attempts[0], 1, at=70)
+    failed = "failed (exitcode: -9) local_rank: 0 (pid: 9)"
+    (attempts[0] / "node-1.log").write_text(f"E1128 12:00:10.500000 7 torch/x.py:1] {failed}\n")
+    os.utime(attempts[0], (NOON,) * 2)
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        (one,) = restarts_in(tmp_path)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert (one.why, one.away_s) == ("local rank 0 on node-1: killed by SIGKILL", 59.5)
+
+
+def test_a_script_that_was_killed_with_its_node_ended_at_its_last_sign_of_life(
+    attempts: list[Path], tmp_path: Path
+) -> None:
+    start(attempts[0], 0, at=0)
+    (attempts[0] / "alive-0").touch()
+    os.utime(attempts[0] / "alive-0", (NOON + 1800,) * 2)
+    os.utime(attempts[0] / "node-0/7_x/attempt_0/0/stderr.log", (NOON + 1790,) * 2)
+    start(attempts[1], 0, at=45000)
+    assert restarts_in(tmp_path)[0].away_s == 43200
+    (attempts[0] / "reason").write_text("node_failure: down: n1; killed before it could say so\n")
+    os.utime(attempts[0] / "reason", (NOON + 44980,) * 2)  # by the next script
+    assert restarts_in(tmp_path)[0].away_s == 43200
+
+
+def test_a_log_that_was_deleted_hides_no_restart(attempts: list[Path], tmp_path: Path) -> None:
+    attempts[1].rmdir()
+    start(attempts[0], 0, at=0)
+    start(attempts[0], 1, at=70)
+    (attempts[0] / "log").write_text(f"0 {tmp_path}/logs/job.log\n")
+    assert [one.why for one in restarts_in(tmp_path)] == ["unknown"]

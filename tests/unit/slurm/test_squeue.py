@@ -21,6 +21,7 @@ from toolkit.slurm.commands import Command, ask_jobs, ask_mine, ask_places, run_
 from toolkit.slurm.login.ssh import SshConnection
 from toolkit.slurm.run import SlurmRun
 from toolkit.slurm.status import JobRow, expected, in_words, status_of
+from toolkit.slurm.submission import SlurmJob, write_jobs
 
 
 @pytest.fixture
@@ -509,3 +510,21 @@ def test_a_job_waits_for_a_point_that_was_continued_by_hand(
     slurm.rows += user.line("sw", "78_1", "RUNNING", " continue")
     assert sweep.conditions(wish) == [f"{condition}:78_1"]
     assert cast(SlurmRun, sweep.points[1]).conditions(wish) == [f"{condition}:78_1"]
+
+
+def test_a_resubmitted_run_is_not_over_while_slurm_is_away(user: User, slurm: Slurm) -> None:
+    run = user.run("a", 1)
+    left_behind(run, "fatal", reason="nan")
+    assert (folder := run.run_dir) is not None
+    (folder / "logs/attempt-0/reason").write_text("fatal: nan\n")
+    slurm.error = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    assert run.unreachable("away").state is toolkit.RunState.FAILED
+    for name in ("outcome.json", "logs/attempt-0/reason"):
+        os.utime(folder / name, (1, 1))
+    write_jobs(folder, [SlurmJob(job_id="2", mode="continue")])
+    unknown = toolkit.RunStatus(state=toolkit.RunState.UNKNOWN, reason=slurm.error)
+    assert toolkit.statuses([run]) == [unknown]
+    with pytest.raises(toolkit.LauncherError, match="cannot be cancelled"):
+        run.cancel()
+    (folder / "logs/attempt-1").mkdir()
+    assert not run.status().lost

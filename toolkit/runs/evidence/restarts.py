@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +15,8 @@ from toolkit.runs.evidence.rank_folders import RankStart, begins_of, count_start
 from toolkit.runs.records.log_reader import attempt_folders, attempt_spans, end_of, modified_at
 from toolkit.runs.records.run_directory import reason_of
 from toolkit.supervisor.evidence.rank_end import STOPS, exited
+from toolkit.supervisor.evidence.torchrun_report import shift_s
+from toolkit.text import untrusted
 from toolkit.text.quantities import rounded_duration
 from toolkit.text.secret_scan import Mask
 
@@ -24,6 +27,8 @@ _COUNTED_NODES = 32
 """Number of node folders that are read when restarts are only counted."""
 
 _LOG_BYTES, _MOST_NOTICED = 8 << 20, 1000
+_ZONES_S = 26.5 * 3600
+"""The largest difference between two time zones, and a little more."""
 _NOTICED = re.compile(
     r"^E(\d{4}) (\d\d:\d\d:\d\d\.\d{1,6}) .*failed \(exitcode: (-?\d{1,9})\) "
     r"local_rank: (\d{1,9}) \(pid: ",
@@ -98,6 +103,7 @@ def _in_job(run_dir: Path, attempt: Path, starts: Sequence[RankStart]) -> Iterat
     if len(begins) < 2:
         return
     noticed = _noticed(run_dir, attempt, year=datetime.fromtimestamp(modified_at(attempt)).year)
+    noticed = _in_this_zone(noticed, begins)
     dated = [replace(one, restart=bisect_right(begins, one.began) - 1) for one in starts]
     failures = earlier_failures(attempt, dated, {})
     for number, (before, began) in enumerate(pairwise(begins)):
@@ -130,10 +136,12 @@ def _of_attempt(
     # The supervisor has judged all evidence, not only the ranks' evidence.
     judged = text.rpartition("; ")[0]
     of_rank = f"{text.partition(':')[0]}: {failure}" if failure else ""
-    ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
-    time = failure.time if failure else max(ended)
     later = [start.began for start in starts_of(following)]
     began = min(later) if later else modified_at(following / "since")
+    ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
+    if not ended[0]:  # the script was killed: the next one has written the reason, if any
+        ended = _signs_of_life(attempt, starts) or [began]
+    time = failure.time if failure else max(ended)
     return Restart(
         attempt=number,
         restart=max(len(begins_of({(start.began, start.key) for start in starts})) - 1, 0),
@@ -141,6 +149,13 @@ def _of_attempt(
         time=min(time, began),
         away_s=max(began - time, 0.0),
     )
+
+
+def _signs_of_life(attempt: Path, starts: Sequence[RankStart]) -> list[float]:
+    """Return when the nodes and ranks of an attempt have last written anything."""
+    names = (entry.name for entry in untrusted.entries(attempt) if entry.is_file)
+    alive = [modified_at(attempt / name) for name in names if name.startswith("alive-")]
+    return alive + [max(one.began, modified_at(one.folder / "stderr.log")) for one in starts]
 
 
 class _Noticed(NamedTuple):
@@ -162,7 +177,10 @@ def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[_Noticed]:
     """Return torchrun's messages about failed ranks in an attempt, in order of time."""
     found: list[_Noticed] = []
     for span in attempt_spans(run_dir, int(attempt.name.removeprefix("attempt-"))):
-        text = end_of(span, _LOG_BYTES).decode(errors="replace")
+        try:
+            text = end_of(span, _LOG_BYTES).decode(errors="replace")
+        except OSError:  # for example, a long log was deleted
+            continue
         node = span.path.stem if span.path.name.startswith("node-") else ""
         for day, clock, code, local_rank in _NOTICED.findall(text)[-_MOST_NOTICED:]:
             try:
@@ -171,6 +189,21 @@ def _noticed(run_dir: Path, attempt: Path, *, year: int) -> list[_Noticed]:
                 continue
             found.append(_Noticed(when.timestamp(), int(code), local_rank, node))
     return sorted(found)
+
+
+def _in_this_zone(noticed: Sequence[_Noticed], begins: Sequence[float]) -> list[_Noticed]:
+    """Return messages by this machine's clock: the time zone of the nodes may be another.
+
+    The ranks start again soon after a message. The smallest shift counts that most messages need.
+    """
+    shifts = Counter(
+        shift_s(began - one.time)
+        for one in noticed[-_MOST_NOTICED:]
+        for began in begins[1:]
+        if abs(began - one.time) < _ZONES_S
+    )
+    shift = min(shifts, key=lambda each: (-shifts[each], abs(each)), default=0)
+    return [one._replace(time=one.time + shift) for one in noticed]
 
 
 def _masked(restart: Restart, mask: Mask) -> Restart:

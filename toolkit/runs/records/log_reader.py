@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from toolkit.errors import InputError, LauncherError
 from toolkit.runs.records.state_dir import state_folder
@@ -205,8 +205,8 @@ class Tail:
             if file.seek(0, os.SEEK_END) < self.offset:  # it was truncated
                 self.offset, self.torn = 0, bytearray()
             file.seek(self.offset)
-            while chunk := file.read(
-                _CHUNK if end is None else max(0, min(_CHUNK, end - self.offset))
+            while chunk := _read(
+                file, path, _CHUNK if end is None else max(0, min(_CHUNK, end - self.offset))
             ):
                 self.offset += len(chunk)
                 self.torn += chunk
@@ -222,6 +222,13 @@ class Tail:
         if self.torn:
             yield self.torn.decode(errors="replace")
             self.torn = bytearray()
+
+
+def _read(file: BinaryIO, path: Path, most: int) -> bytes:
+    try:
+        return file.read(most)
+    except OSError as error:  # not an OSError: `main()` takes one for the end of the output
+        raise LauncherError(f"{path} cannot be read: {error.strerror}") from error
 
 
 class _Tails:

@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.errors import LauncherError, RunNotFound
 from toolkit.runs.records import submission_journal
-from toolkit.runs.records.state_dir import append, state_folder
+from toolkit.runs.records.state_dir import append, lock_file, state_folder
 from toolkit.text import control, untrusted
 
 _VERSION = 1
@@ -212,7 +212,7 @@ def find_point(
 
 def mark_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
     """Record that a run was cancelled, for schedulers that do not record a cancellation."""
-    with contextlib.suppress(OSError):  # a full disk must not keep a job running
+    with contextlib.suppress(OSError), _turn(environ):  # a full disk must not keep a job running
         append(_file(environ, "cancelled"), uri)
 
 
@@ -227,10 +227,24 @@ def is_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> bool:
 def withdraw_cancelled(uri: str, *, environ: Mapping[str, str] = os.environ) -> None:
     """Remove the record of a run's cancellation, because the run is resubmitted."""
     path = _file(environ, "cancelled")
-    with contextlib.suppress(OSError):
-        lines = untrusted.read_text(path, limit=_BYTES).splitlines()
-        others = "".join(f"{line}\n" for line in lines if line != uri)
-        path.write_text(others, encoding="utf-8")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _turn(environ):
+            lines = untrusted.read_text(path, limit=_BYTES).splitlines()
+            others = "".join(f"{line}\n" for line in lines if line != uri)
+            draft.write_text(others, encoding="utf-8")
+            draft.replace(path)  # a full disk must not lose the other runs' records
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+@contextlib.contextmanager
+def _turn(environ: Mapping[str, str]) -> Iterator[None]:
+    """Let one process at a time change the list of cancelled runs."""
+    with _file(environ, "cancelled.lock").open("a", encoding="utf-8") as lock:
+        lock_file(lock, wait_s=None)
+        yield
 
 
 def parse(data: Any) -> RunRecord | None:

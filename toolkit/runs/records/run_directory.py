@@ -335,7 +335,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for record in recorded_metrics(run_dir):
-        while record.opens_start and rows and rows[-1]["step"] >= record.step:
+        while record.opens_start and rows and rows[-1]["step"] >= record.voids_from:
             rows.pop()
         if not rows or rows[-1]["step"] != record.step:
             rows.append({})
@@ -353,6 +353,9 @@ class MetricRecord(NamedTuple):
     """Whether it is the first record of a rank start."""
     values: Mapping[str, Any]
     """The whole record."""
+    voids_from: int
+    """The first step whose earlier records a new start invalidates: the record's own step, or the
+    next one if the start first evaluates the step from which it continues."""
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -402,12 +405,13 @@ class MetricReader:
         keys = values.keys() - PLACE
         again = step < self._last or (step == self._last and not self._recorded.isdisjoint(keys))
         opens = (attempt, restart) != self._newest or again
-        if step == self._last and not opens:
+        adds = step == self._last and self._recorded.isdisjoint(keys)
+        if adds:
             self._recorded |= keys
         else:
             self._recorded = set(keys)
         self._newest, self._last = (attempt, restart), step
-        return MetricRecord(step, attempt, restart, opens, values)
+        return MetricRecord(step, attempt, restart, opens, values, step + adds)
 
 
 def last_metrics(run_dir: Path) -> Mapping[str, Any] | None:

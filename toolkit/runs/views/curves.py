@@ -97,7 +97,7 @@ def curves_and_starts(folder: Path) -> tuple[dict[str, Curve], list[Start]]:
     for record in metric_records(lines):
         if record.opens_start:
             for curve in curves.values():
-                curve.cut(record.step)
+                curve.cut(record.voids_from)
         when = untrusted.moment(record.values.get("time"))
         if when is None:
             continue
@@ -121,8 +121,8 @@ def newest_and_curve(folder: Path, name: str) -> tuple[dict[str, Any], Curve]:
     newest, curve = dict[str, Any](), Curve()
     for record in recorded_metrics(folder):
         if record.opens_start:
-            curve.cut(record.step)
-        if record.opens_start or record.step != newest["step"]:
+            curve.cut(record.voids_from)
+        if record.voids_from == record.step:
             newest = {}
         newest |= record.figures
         if (value := untrusted.finite(record.values.get(name))) is not None:

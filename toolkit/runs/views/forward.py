@@ -56,7 +56,7 @@ class _Forwarder:
                 if record is None:
                     continue
                 if record.opens_start:
-                    self.tracker.begin(record.step)
+                    self.tracker.begin(record.voids_from)
                 when = untrusted.moment(record.values.get("time"))
                 if when is not None:
                     self.tracker.add(record.step, when, self._known(figures_of(record)))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from toolkit.errors import LauncherError
 from toolkit.runs.records.record_version import require_known
+from toolkit.runs.records.run_directory import MetricReader
 from toolkit.runs.records.scheduler_times import Schedule, Scheduled
 from toolkit.text import control, untrusted
 
@@ -445,9 +446,11 @@ def _read_starts(folder: Path, latest: float) -> list[_Start]:
     for row, when in _rows(folder / "events.jsonl", latest):
         event = str(row.get("event"))
         starts.of(row, when, begins=event == "start").add_event(event, row, when)
+    reader = MetricReader()
     for row, when in _rows(folder / "metrics.jsonl", latest):
-        start = starts.of(row, when)
-        if (step := untrusted.whole(row.get("step"))) is not None:
+        start, record = starts.of(row, when), reader.read(row)
+        adds = record is not None and record.voids_from > record.step  # such as an evaluation
+        if not adds and (step := untrusted.whole(row.get("step"))) is not None:
             start.add_step(step, row, when)
     return starts.in_order()
 
