@@ -79,7 +79,7 @@ class Trainer:
         first = torch.arange(min(self.config.global_batch, self.samples))
         shares = self.train.take(first).split_into(self.strategy.shards * self.micro_batches)
         with left_alone(self.task):
-            self.strategy.warm_up(shares[0])
+            self.strategy.warm_up(shares[-1])
         self.saver.resume(self.progress)
 
     def run(self) -> bool:

@@ -137,7 +137,13 @@ class DataParallel(WholeModel):
             # Earlier micro-batches may have left a gradient.
             self._without_gradient = frozenset(n for n, p in missing if p.grad is None)
             parameters = [parameter for _, parameter in missing]
+            # forward() may have frozen some since the start, for which the reducer waits as well.
+            frozen = [p for p in parameters if not p.requires_grad]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+            for parameter in frozen:
+                parameter.requires_grad_(False)
             self._ddp.reducer._check_reducer_finalized()
         else:
             self._without_gradient = frozenset()

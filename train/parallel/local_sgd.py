@@ -107,7 +107,7 @@ class LocalSgd(WholeModel):
             # Not a product: zero times the infinities of a mask is NaN.
             flat = mine * items if items else torch.zeros_like(mine)
             dist.all_reduce(flat)
-            if flat[-1] > 0:
+            if flat[-1].real > 0:
                 break
         flat /= flat[-1].clone()
         means = torch.split(flat[:-1], [tensor.numel() for tensor in tensors])

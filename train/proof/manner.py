@@ -14,7 +14,7 @@ from ..parallel.base import Parts, summed_loss
 from ..tasks.base import Task
 from . import trial
 from .comparison import STEPS
-from .draws import ConstantDraws, LeastPrecision, RandomState, double_precision
+from .draws import SINGLE, ConstantDraws, LeastPrecision, RandomState, double_precision
 from .mixing import BATCH_NORM, LAYER, LOSS, MEAN, SAMPLES, Snapshot, mixtures
 
 
@@ -70,6 +70,9 @@ def _manner_in(
         began = time.monotonic()
         model = one.model()
         making = time.monotonic() - began
+        if double and any(p.dtype in SINGLE for p in model.parameters() if p.requires_grad):
+            # Made with this type, they would be of another type than the others, only here.
+            raise TypeError("model() makes trained parameters in single precision")
         if not model.training:
             model.train()
         before, began = Snapshot(model), time.monotonic()

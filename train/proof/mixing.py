@@ -6,7 +6,7 @@ outputs of the parts must equal those of the whole, and the losses of the parts 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..cli.compatibility import ACCEPTED
 from ..data.order import Batch
+from ..model.recomputation import left_alone
 from ..model.trees import mapped, tensors_of
 from ..parallel.base import summed_loss
 from ..tasks.base import Task, item_count
@@ -120,7 +121,10 @@ def _run(
         )
 
     handles = [m.register_forward_hook(note, with_kwargs=True) for m in names]
-    before = Snapshot(model)
+    before, attributes = Snapshot(model), ExitStack()
+    for module in names:
+        # Such as a count of passes.
+        attributes.enter_context(left_alone(module))
     try:
         with reads(model, answers) as of_model:
             outputs = model(batch.inputs)
@@ -140,6 +144,7 @@ def _run(
         for handle in handles:
             handle.remove()
         before.put_back()
+        attributes.close()
 
 
 def _others(task: Task, model: nn.Module, samples: Batch, tolerance: float) -> list[Mixture]:

@@ -515,7 +515,8 @@ def test_a_job_waits_for_a_point_that_was_continued_by_hand(
 def test_a_resubmitted_run_is_not_over_while_slurm_is_away(user: User, slurm: Slurm) -> None:
     run = user.run("a", 1)
     left_behind(run, "fatal", reason="nan")
-    assert (folder := run.run_dir) is not None
+    folder = run.run_dir
+    assert folder is not None
     (folder / "logs/attempt-0/reason").write_text("fatal: nan\n")
     slurm.error = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     assert run.unreachable("away").state is toolkit.RunState.FAILED
