@@ -110,8 +110,9 @@ errors about ranks in different collectives, and a port in use."""
 
 
 _NODES = re.compile(
-    r"cuda error: (?!.*(out of memory|device-side assert))|unhandled cuda error|nvidia driver"
-    "|uncorrectable ecc|input/output error|stale file handle"
+    "cuda error: "
+    "(?!.*(out of memory|device-side assert|invalid|alloc_failed|not permitted|no kernel))"
+    "|unhandled cuda error|nvidia driver|uncorrectable ecc|input/output error|stale file handle"
 )
 """Messages about a device, a driver or a file server, over lower-case text."""
 

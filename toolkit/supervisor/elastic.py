@@ -25,7 +25,7 @@ from typing import Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequ
 from .attempt import Attempt, folder_of
 from .evidence.files import read
 from .evidence.first_error import LOST_NODE
-from .evidence.memory import variables_of
+from .evidence.memory import pids_in_namespaces, variables_of
 from .evidence.outcome import read_outcome
 from .process import Signals, status_of
 from .schedulers.slurm import Job, Slurm
@@ -220,7 +220,9 @@ def _ranks_here(run_id: str) -> Iterator[_Rank]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         environ = variables_of(int(name))
         ours = environ.get("TORCHELASTIC_RUN_ID") == run_id and "RANK" in environ
-        if ours and "TRAIN_RANK_PIDS" not in environ:  # which programs of a rank have
+        above = environ.get("TRAIN_RANK_PIDS", "").split()  # of a program of a rank
+        # A rank that has replaced its own program is first there.
+        if ours and (not above or above[0] in pids_in_namespaces(int(name))[-1:]):
             yield _Rank(int(name), _age_s(name), environ)
 
 

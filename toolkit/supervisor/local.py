@@ -173,6 +173,7 @@ class LocalAttempt(Supervised):
             "TRAIN_ATTEMPT_BEGAN": str(int(time.time())),
         }
         environ.update(short_tmpdir(environ, self._folder))
+        environ.pop("TRAIN_RANK_PIDS", None)  # from a rank that started this run
         words = [with_number(word, attempt.number) for word in options.command]
         port = free_port(*options.ports)
         for node, devices in enumerate(options.devices):

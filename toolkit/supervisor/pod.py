@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -153,17 +154,25 @@ class PodStart(PodFolder):
         self.number = int(given) if given.isdigit() else 0
         # Also if the run was deleted and applied again: the others take the attempt number from
         # the first pod's link.
-        while self.submission:
-            link = os.path.join(self.run_dir, "logs", f"start-{self.number}")
-            with contextlib.suppress(OSError):
-                os.symlink(self.submission, link)
-                break
-            if not os.path.islink(link) or os.readlink(link) == self.submission:
-                break
-            self.number += 1
+        if self.submission:
+            self._patiently(self._take_number)
         self.logs = os.path.join(self.run_dir, "logs", f"attempt-{self.number}")
         self.own = os.path.join(self.logs, self.name)
         self._patiently(lambda: os.makedirs(self.own, exist_ok=True))
+
+    def _take_number(self) -> None:
+        while True:
+            link = os.path.join(self.run_dir, "logs", f"start-{self.number}")
+            try:
+                return os.symlink(self.submission, link)
+            except FileExistsError:
+                if not os.path.islink(link) or os.readlink(link) == self.submission:
+                    return
+            except OSError as error:
+                if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+                    raise
+                return  # a file system without links
+            self.number += 1
 
     def _patiently(self, write: Callable[[], None]) -> None:
         """Write to the storage, which may be away for a moment."""

@@ -76,7 +76,8 @@ def gpus_here() -> List[str]:
     if chosen is not None:
         return list(filter(None, chosen.split(",")))
     found = [path[len("/dev/nvidia") :] for path in glob.glob("/dev/nvidia[0-9]*")]
-    return sorted((number for number in found if number.isdecimal()), key=int)
+    # CUDA counts from 0, also in a container with /dev/nvidia5 alone.
+    return [str(index) for index in range(sum(map(str.isdecimal, found)))]
 
 
 def count_gpus() -> int:

@@ -84,6 +84,8 @@ ECC = "CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might
         (ReplicaError("weight differs"), "retryable"),
         (RuntimeError("CUDA error: device-side assert triggered"), "fatal"),
         (RuntimeError("CUDA error: CUBLAS_STATUS: out of memory"), "fatal"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling x"), "fatal"),
+        (RuntimeError("CUDA error: no kernel image is available"), "fatal"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "fatal"),
         (UsageError("data/shard-3: Input/output error"), "fatal"),
         (CheckpointError("step 10: No space left on device"), "fatal"),

@@ -48,7 +48,9 @@ def rank(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @contextlib.contextmanager
-def started(tmp_path: Path, **more: str) -> Iterator["subprocess.Popen[str]"]:
+def started(
+    tmp_path: Path, program: str = SLEEPS, **more: str
+) -> Iterator["subprocess.Popen[str]"]:
     environ = {
         **os.environ,
         "RANK": "0",
@@ -56,7 +58,7 @@ def started(tmp_path: Path, **more: str) -> Iterator["subprocess.Popen[str]"]:
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
         **more,
     }
-    argv = [sys.executable, "-S", "-c", SLEEPS]
+    argv = [sys.executable, "-S", "-c", program]
     with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True) as one:
         assert one.stdout is not None and one.stdout.readline()
         yield one
@@ -82,6 +84,15 @@ def test_a_program_left_by_an_earlier_rank_is_not_taken_for_the_oldest_rank(
         members(tmp_path).go_on_without("n2", silent_s=10)
         assert rank.wait(60) == -signal.SIGKILL
         assert left.poll() is None
+
+
+def test_a_rank_that_has_replaced_its_program_is_killed(tmp_path: Path, until: Until) -> None:
+    again = "import os, sys; os.environ['TRAIN_RANK_PIDS'] = f'{os.getpid()} 1'; "
+    again += f"os.execv(sys.executable, [sys.executable, '-S', '-c', {SLEEPS!r}])"
+    with started(tmp_path, program=again) as rank:
+        until(lambda: elastic._age_s(str(rank.pid)) > 0.1, "the rank has an age")
+        members(tmp_path).go_on_without("n2", silent_s=10)
+        assert rank.wait(60) == -signal.SIGKILL
 
 
 def test_ranks_that_have_met_without_the_lost_node_go_on(

@@ -62,6 +62,15 @@ def test_gpus_are_those_that_the_user_may_use(monkeypatch: pytest.MonkeyPatch) -
     assert gpus_here() == []
 
 
+def test_gpus_are_counted_from_0_also_in_a_container_with_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    paths = ["/dev/nvidia7", "/dev/nvidia5", "/dev/nvidiactl"]
+    monkeypatch.setattr("glob.glob", lambda pattern: paths)
+    assert gpus_here() == ["0", "1"]
+
+
 class Sweep:
     """A sweep whose points run the script above."""
 

@@ -505,9 +505,20 @@ def test_a_rank_has_its_number_in_packages_that_keep_it(tmp_path: Path) -> None:
             assert site.end(script, rank=rank) == (0, f"{rank}\n", "")
 
 
-def test_a_script_that_sets_variables_before_it_imports_starts_cold(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "os.environ['MINE'] = '1'\nimport reads",
+        "os.environ |= {'MINE': '1'}\nimport sys, reads",
+        "if __name__ == '__main__':\n    os.environ['MINE'] = '1'\n    import reads",
+        "try:\n    os.environ.update(MINE='1')\nfinally:\n    import reads",
+    ],
+)
+def test_a_script_that_sets_variables_before_it_imports_starts_cold(
+    sets: str, tmp_path: Path
+) -> None:
     variables = installed_in(tmp_path, reads="import os\nMINE = os.environ.get('MINE')")
-    script = "import os\nos.environ['MINE'] = '1'\nimport reads\nprint(reads.MINE)"
+    script = f"import os\n{sets}\nprint(reads.MINE)"
     with contextlib.closing(Site(tmp_path / "site", script, **variables)) as site:
         status, out, err = site.end(script)
     assert (status, out) == (0, "1\n")

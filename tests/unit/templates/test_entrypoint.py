@@ -1,6 +1,7 @@
 """The first process of a pod reports to Kubernetes how torchrun has ended."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.support.ports import free_port
 from tests.support.processes import with_environment
 from tests.support.rendered import KINDS, container_of, manifest, pod_command, workload
 from tests.support.strict_server import arrives
+from toolkit.supervisor.pod import PodStart
 
 DONE, FINAL, AGAIN = 0, 42, 138
 
@@ -833,3 +836,23 @@ def test_a_failure_of_an_earlier_start_is_not_one_of_this_start(tmp_path: Path) 
     assert pod.run("exit 1") == AGAIN, "its torchrun had no rank that ended with 2"
     (ended,) = pod.runs.glob("logs/*/t-0/ended")
     assert ended.read_text() == "torchrun ended with 1; failed: exit status 1; started again: 138\n"
+
+
+def test_a_moment_without_storage_gives_no_number_of_an_earlier_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs/attempt-0").mkdir(parents=True)
+    (tmp_path / "logs/start-0").symlink_to("earlier")
+    link, failures = os.symlink, [OSError(errno.EIO, "Input/output error")]
+
+    def symlink(source: str, target: str) -> None:
+        if failures:
+            raise failures.pop()
+        link(source, target)
+
+    monkeypatch.setattr(os, "symlink", symlink)
+    start: Any = object.__new__(PodStart)
+    start.run_dir, start.name, start.submission = str(tmp_path), "0", "this"
+    start.signals = SimpleNamespace(wait=lambda seconds: None)
+    start._open_attempt()
+    assert start.number == 1

@@ -75,12 +75,12 @@ def _rank_of_proxy(pid: int, below: Sequence[int]) -> int:
     word, _, number = read(f"/proc/{pid}/comm", 20).strip().partition("-")
     if word != "for" or not number.isdigit():
         return 0
-    if len(_pids_in_namespaces(pid)) < 2:
+    if len(pids_in_namespaces(pid)) < 2:
         return int(number)
-    return next((each for each in below if _pids_in_namespaces(each)[-1:] == [number]), 0)
+    return next((each for each in below if pids_in_namespaces(each)[-1:] == [number]), 0)
 
 
-def _pids_in_namespaces(pid: int) -> List[str]:
+def pids_in_namespaces(pid: int) -> List[str]:
     """Return the pids of a process in its PID namespaces, from this one's on (proc(5), NSpid)."""
     for line in read(f"/proc/{pid}/status").split("\n"):
         if line.startswith("NSpid:"):

@@ -79,6 +79,9 @@ RANKED = {
 }
 """Modules whose function `rank_zero_only` keeps a variable's value from their import on."""
 
+BLOCKS = "body", "orelse", "finalbody"
+"""The statements within a statement of Python."""
+
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
 STARTED_WITH = dict(os.environ)
@@ -299,18 +302,35 @@ def hidden(names: Iterable[str], folder: str) -> str:
 def sets_variables(command: list[str]) -> str:
     """Return why packages must be imported by the script: it sets variables before."""
     sets, standard = False, getattr(sys, "stdlib_module_names", ())  # of Python 3.10
-    for node in statements_of(command):
+    for node in in_blocks(statements_of(command)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            top = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
-            if sets and not getattr(node, "level", 0) and top not in standard:
-                return f"its script sets environment variables before it imports {top}"
+            modules = [getattr(node, "module", None) or one.name for one in node.names]
+            others = {module.partition(".")[0] for module in modules}.difference(standard)
+            if sets and not getattr(node, "level", 0) and others:
+                return f"its script sets environment variables before it imports {min(others)}"
         elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             sets = sets or any(map(changes_environ, ast.walk(node)))
     return ""
 
 
+def in_blocks(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, also those in blocks like `if` and `try`, but not those of functions."""
+    for node in body:
+        blocks = [node, *getattr(node, "handlers", [])]
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            blocks = []
+        parts = [getattr(one, part, []) for one in blocks for part in BLOCKS]
+        if any(parts):
+            for part in parts:
+                yield from in_blocks(part)
+        else:
+            yield node
+
+
 def changes_environ(node: ast.AST) -> bool:
-    """Whether an expression changes `os.environ`, by an index or by a method like `update()`."""
+    """Whether it changes `os.environ`: by an index, by `|=` or by a method like `update()`."""
+    if isinstance(node, ast.AugAssign):
+        return "environ" in (getattr(node.target, "attr", ""), getattr(node.target, "id", ""))
     if isinstance(node, ast.Subscript):
         changes = not isinstance(node.ctx, ast.Load)
     else:
