@@ -136,7 +136,7 @@ FACTS: list[tuple[Callable[[], object], object, dict[str, str]]] = [
     (
         _endpoint,
         True,
-        {"how-to/errors/rendezvous": "`--rdzv-endpoint` and `--master-port`, torchrun 2.13 takes"},
+        {"how-to/errors/rendezvous": "`--rdzv-endpoint` and `--master-port`, torchrun takes"},
     ),
     (
         lambda: c10d_rendezvous_backend.DEFAULT_PORT,

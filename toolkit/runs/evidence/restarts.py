@@ -27,6 +27,9 @@ _COUNTED_NODES = 32
 """Number of node folders that are read when restarts are only counted."""
 
 _LOG_BYTES, _MOST_NOTICED = 8 << 20, 1000
+_HEARTBEATS_S = 300
+"""A node that lives has written a heartbeat within this time."""
+
 _ZONES_S = 26.5 * 3600
 """The largest difference between two time zones, and a little more."""
 _NOTICED = re.compile(
@@ -138,10 +141,7 @@ def _of_attempt(
     of_rank = f"{text.partition(':')[0]}: {failure}" if failure else ""
     later = [start.began for start in starts_of(following)]
     began = min(later) if later else modified_at(following / "since")
-    ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
-    if not ended[0]:  # the script was killed: the next one has written the reason, if any
-        ended = _signs_of_life(attempt, starts) or [began]
-    time = failure.time if failure else max(ended)
+    time = failure.time if failure else _end_of(attempt, starts) or began
     return Restart(
         attempt=number,
         restart=max(len(begins_of({(start.began, start.key) for start in starts})) - 1, 0),
@@ -151,11 +151,18 @@ def _of_attempt(
     )
 
 
-def _signs_of_life(attempt: Path, starts: Sequence[RankStart]) -> list[float]:
-    """Return when the nodes and ranks of an attempt have last written anything."""
+def _end_of(attempt: Path, starts: Sequence[RankStart]) -> float:
+    """Return when an attempt ended, as far as its files show; 0 if they do not."""
+    ended = [modified_at(attempt / name) for name in ("exit_status", "reason")]
+    if ended[0]:
+        return max(ended)
     names = (entry.name for entry in untrusted.entries(attempt) if entry.is_file)
-    alive = [modified_at(attempt / name) for name in names if name.startswith("alive-")]
-    return alive + [max(one.began, modified_at(one.folder / "stderr.log")) for one in starts]
+    heartbeat = max((modified_at(attempt / n) for n in names if n.startswith("alive-")), default=0)
+    # If the script was killed with its node, the next one has written the reason.
+    if heartbeat and (not ended[1] or ended[1] > heartbeat + _HEARTBEATS_S):
+        return heartbeat
+    last = (max(one.began, modified_at(one.folder / "stderr.log")) for one in starts)
+    return ended[1] or max(last, default=0)
 
 
 class _Noticed(NamedTuple):
