@@ -215,6 +215,7 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(cli, {}, "toolkit", COMPLETE, instruction))
+    at_terminal = sys.stdout.isatty()  # a closed terminal is none any more
     try:
         # Not cli.main(), which would report a closed pipe as a failure.
         with cli.make_context("toolkit", sys.argv[1:]) as context:
@@ -250,7 +251,7 @@ def main() -> None:
             say("the current folder no longer exists; change to another one", err=True)
             sys.exit(exit_status.FAILED)
         # At a terminal, EIO means that it is closed; elsewhere, that a disk fails.
-        if error.errno != errno.EPIPE and not (error.errno == errno.EIO and sys.stdout.isatty()):
+        if error.errno != errno.EPIPE and not (error.errno == errno.EIO and at_terminal):
             raise
         stop_writing()  # the reader has seen enough (`| head`), or the terminal is closed
         sys.exit(exit_status.DONE)

@@ -652,3 +652,25 @@ def test_json_has_no_words_that_json_does_not_know(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert json.loads(shown) == {"metrics": [{"loss": None, "step": 1}], "most": None, "a": "\x1b"}
     assert "\x1b" not in shown
+
+
+CLOSES = """
+import os, pty, sys
+ours, theirs = pty.openpty()
+os.dup2(theirs, 1)
+from toolkit.cli.main import cli, main
+
+def invoke(context):
+    os.close(ours)
+    print("a line", flush=True)
+
+cli.invoke = invoke
+main()
+"""
+
+
+def test_a_terminal_that_is_closed_is_no_failure() -> None:
+    """Afterwards, isatty() is False for it."""
+    argv = [sys.executable, "-c", CLOSES, "list"]
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
