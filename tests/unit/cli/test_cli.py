@@ -658,6 +658,7 @@ CLOSES = """
 import os, pty, sys
 ours, theirs = pty.openpty()
 os.dup2(theirs, 1)
+sys.stdout = open(1, "w", closefd=False)
 from toolkit.cli.main import cli, main
 
 def invoke(context):
