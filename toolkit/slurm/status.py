@@ -133,6 +133,10 @@ _SCRIPT_WAS_KILLED = (
 )
 """The reason of a FAILED job without an end recorded by its script."""
 
+_KILLED_AT_ONCE = re.compile(r"JobLaunchFailure|RaisedSignal:.*")
+"""Slurm's reasons for a script that a signal has ended; the first one until Slurm 24, and also for
+a script that Slurm could not start."""
+
 
 def status_of(
     row: JobRow, run_dir: Path | None, *, after: str = "", place: Place | None = None
@@ -194,6 +198,12 @@ def status_of(
             return RunStatus(state=state, reason=said)
         if not run_directory.has_attempts(run_dir) and (error := _error_of_script(run_dir)):
             return RunStatus(state=state, reason=f"fatal: the script ended at once: {error}")
+        if _KILLED_AT_ONCE.fullmatch(reason) and _awaits_a_start(run_dir):
+            killed = (
+                "FAILED: a signal ended the batch script before its first lines, or Slurm could "
+                f"not start it ({reason}); `toolkit resubmit` starts it again"
+            )
+            return RunStatus(state=state, reason=killed)
         by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node
         if ended.state in (RunState.PREEMPTED, RunState.CANCELLED) and not by_slurm:
             return ended
@@ -201,6 +211,12 @@ def status_of(
             word = "" if row.word == "FAILED" else row.word
             reason = ": ".join(filter(None, [word, word and reason, ended.reason]))
     return RunStatus(state=state, reason=reason if state is not RunState.SUCCEEDED else "")
+
+
+def _awaits_a_start(run_dir: Path) -> bool:
+    """Whether the job's last start has left nothing: no attempt, or one that was queued again."""
+    last = run_directory.newest_reason(run_dir).text
+    return not run_directory.has_attempts(run_dir) or "; queued again" in last
 
 
 def _error_of_script(run_dir: Path) -> str:

@@ -33,7 +33,7 @@ from tests.system.chaos.play import Broken, wait_for
 from tests.system.chaos.starts import GATED, LIMIT_S, PHASES, Start, gated, wait_line
 from tests.system.chaos.tiny import STEPS, checkpoint, digest
 from toolkit.runs.evidence.restarts import restarts_in
-from toolkit.runs.state import RunState
+from toolkit.runs.state import RunState, RunStatus
 from toolkit.slurm import SlurmLauncher
 
 TASK = Path(__file__).with_name("tiny.py")
@@ -345,6 +345,8 @@ def judge(start: Start, played: Played) -> None:
     ended = any(blow.hit.ends for blow, *_ in played.struck)
     wanted = RunState.CANCELLED if ended else RunState.SUCCEEDED
     told = f"{status.state}: {status.reason!r}; reasons: {played.reasons}"
+    if killed_by_slurm(status, played):
+        return  # nothing of ours had begun that could have queued it again
     if status.state is not wanted:
         raise Broken(f"it is {told}; wanted {wanted}")
     if list(trial.folder.glob("twice-*")):
@@ -360,6 +362,23 @@ def judge(start: Start, played: Played) -> None:
     for why in whys:
         if not any(re.search(pattern, why) for pattern in patterns):
             raise Broken(f"status tells of {why!r}; {told}")
+
+
+def killed_by_slurm(status: RunStatus, played: Played) -> bool:
+    """Whether SIGTERM came before bash ran: Slurm then fails the job, and does not queue it again.
+
+    The status must say that, and how to go on.
+    """
+    told = re.fullmatch(
+        r"FAILED: a signal ended the batch script before its first lines, .*"
+        r"\((JobLaunchFailure|RaisedSignal:15\S*)\); `toolkit resubmit` starts it again",
+        status.reason,
+    )
+    before_bash = any(
+        blow.hit.what in ("TERM to the script", "TERM to both") and phase in PHASES[:2]
+        for blow, _, phase in played.struck
+    )
+    return bool(told) and before_bash and status.state is RunState.FAILED
 
 
 def right_result(trial: Trial, nodes: int) -> None:

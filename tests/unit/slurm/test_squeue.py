@@ -257,6 +257,28 @@ def test_a_script_that_was_killed_before_it_knew_why_says_less_than_slurm(
     assert run.status().state is toolkit.RunState.CANCELLED
 
 
+@pytest.mark.parametrize("reason", ["JobLaunchFailure", "RaisedSignal:15(Terminated)"])
+@pytest.mark.parametrize("last", ["", "preempted: stopped by a signal; queued again"])
+def test_a_script_that_a_signal_has_ended_at_once_can_be_started_again(
+    reason: str, last: str, user: User, slurm: Slurm
+) -> None:
+    """Slurm fails the job, and does not queue it again."""
+    run = user.run("a", 1)
+    assert run.run_dir is not None
+    if last:
+        attempt = run.run_dir / "logs/attempt-0"
+        attempt.mkdir()
+        (attempt / "reason").write_text(f"{last}\n")
+        (attempt / "exit_status").write_text("143\n")
+    slurm.rows = user.line("a", 1, "FAILED", reason=reason)
+    status = run.status()
+    assert status.state is toolkit.RunState.FAILED
+    assert status.reason == (
+        "FAILED: a signal ended the batch script before its first lines, or Slurm could not "
+        f"start it ({reason}); `toolkit resubmit` starts it again"
+    )
+
+
 @pytest.mark.parametrize("who", ["toolkit cancel", "scancel"])
 def test_a_job_that_is_cancelled_while_it_waits_for_its_next_start_is_told_as_that(
     user: User, slurm: Slurm, who: str

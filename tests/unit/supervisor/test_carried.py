@@ -25,8 +25,10 @@ def unpack(tmp_path: Path) -> Path:
     return path
 
 
-def run(script: Path, run_dir: Path) -> subprocess.CompletedProcess[str]:
-    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+def run(
+    script: Path, run_dir: Path, path: str = os.environ["PATH"]
+) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": path, "SLURM_JOB_ID": "7"}
     argv = ["bash", str(script), str(run_dir)]
     return subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
 
@@ -48,6 +50,18 @@ def test_another_file_of_its_name_is_replaced(content: bytes, unpack: Path, tmp_
     program.write_bytes(content)
     assert run(unpack, tmp_path / "run").returncode == 0
     assert program.read_bytes() == PROGRAM
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
+def test_a_signal_during_the_first_commands_is_kept_for_the_supervisor(
+    name: str, unpack: Path, tmp_path: Path
+) -> None:
+    """Slurm may stop or preempt a job while the script is being started."""
+    (tmp_path / "mkdir").write_text(f'#!/bin/sh\nkill -{name} "$PPID"\nexec /bin/mkdir "$@"\n')
+    (tmp_path / "mkdir").chmod(0o755)
+    unpack.write_text(unpack.read_text().replace("\nexit\n", '\necho "$_signals"\nexit\n'))
+    done = run(unpack, tmp_path / "run", f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f" {name}\n", "")
 
 
 def test_a_script_whose_last_line_was_cut_ends(unpack: Path, tmp_path: Path) -> None:
