@@ -134,8 +134,9 @@ _SCRIPT_WAS_KILLED = (
 """The reason of a FAILED job without an end recorded by its script."""
 
 _KILLED_AT_ONCE = re.compile(r"JobLaunchFailure|RaisedSignal:.*")
-"""Slurm's reasons for a script that a signal has ended; the first one until Slurm 24, and also for
-a script that Slurm could not start."""
+"""Slurm's reasons for a script ended by a signal, and (as signal 53) whose log it could not open.
+
+The first one is that of Slurm before 24.11, and also of a script that Slurm could not start."""
 
 
 def status_of(
@@ -200,8 +201,8 @@ def status_of(
             return RunStatus(state=state, reason=f"fatal: the script ended at once: {error}")
         if _KILLED_AT_ONCE.fullmatch(reason) and _awaits_a_start(run_dir):
             killed = (
-                "FAILED: a signal ended the batch script before its first lines, or Slurm could "
-                f"not start it ({reason}); `toolkit resubmit` starts it again"
+                "FAILED: the batch script ended before its first line, by a signal, or because its "
+                f"node could not open its log ({reason}); `toolkit resubmit` starts it again"
             )
             return RunStatus(state=state, reason=killed)
         by_slurm = word == "terminated" and row.word != "FAILED"  # as for a lost node

@@ -370,7 +370,7 @@ def killed_by_slurm(status: RunStatus, played: Played) -> bool:
     The status must say that, and how to go on.
     """
     told = re.fullmatch(
-        r"FAILED: a signal ended the batch script before its first lines, .*"
+        r"FAILED: the batch script ended before its first line, by a signal, .*"
         r"\((JobLaunchFailure|RaisedSignal:15\S*)\); `toolkit resubmit` starts it again",
         status.reason,
     )

@@ -274,8 +274,8 @@ def test_a_script_that_a_signal_has_ended_at_once_can_be_started_again(
     status = run.status()
     assert status.state is toolkit.RunState.FAILED
     assert status.reason == (
-        "FAILED: a signal ended the batch script before its first lines, or Slurm could not "
-        f"start it ({reason}); `toolkit resubmit` starts it again"
+        "FAILED: the batch script ended before its first line, by a signal, or because its "
+        f"node could not open its log ({reason}); `toolkit resubmit` starts it again"
     )
 
 
