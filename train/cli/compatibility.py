@@ -32,13 +32,18 @@ def problems(config: Config, rank_info: RankInfo, *, only_looking: bool = False)
     problems = list(_starting(config, rank_info))
     if config.steps is not None and config.epochs is not None:
         problems.append("--steps and --epochs both say when to end: give one of them")
-    if config.evaluate_only and config.predict is not None:
-        problems.append("--evaluate-only and --predict are two uses of a model: give one of them")
-    if config.infers and config.dry_run:
-        use = "--evaluate-only" if config.evaluate_only else "--predict"
-        problems.append(
-            f"{use} cannot be combined with --dry-run, which loads no model: leave out one"
+    uses = [
+        name
+        for name, given in (
+            ("--dry-run", config.dry_run),
+            ("--verify-only", config.verify_only),
+            ("--evaluate-only", config.evaluate_only),
+            ("--predict", config.predict is not None),
         )
+        if given
+    ]
+    if len(uses) > 1:
+        problems.append(f"{' and '.join(uses)} exclude each other: give one of them")
     problems += [
         f"--accept {name!r} is unknown{nearest(name, ACCEPTED)}; use some of "
         f"{', '.join(ACCEPTED)}, with commas between them"

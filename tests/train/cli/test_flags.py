@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -136,13 +137,16 @@ def test_a_mistake_is_named_with_the_way_out(argv: list[str], message: str) -> N
     assert problems(*argv) == [message]
 
 
-def test_the_uses_of_a_trained_model_exclude_each_other_and_a_dry_run() -> None:
-    assert problems("--evaluate-only", "--predict=x") == [
-        "--evaluate-only and --predict are two uses of a model: give one of them"
-    ]
-    assert problems("--predict=x", "--dry-run") == [
-        "--predict cannot be combined with --dry-run, which loads no model: leave out one"
-    ]
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [*itertools.combinations(["--dry-run", "--verify-only", "--evaluate-only", "--predict=x"], 2)],
+)
+def test_what_a_start_does_instead_of_training_is_one_thing(one: str, other: str) -> None:
+    names = f"{one} and {other.removesuffix('=x')}"
+    assert problems(one, other) == [f"{names} exclude each other: give one of them"]
+
+
+def test_options_of_a_trained_model_are_refused_without_one() -> None:
     assert problems("--checkpoint=3") == [
         "--checkpoint 3 belongs to --evaluate-only or --predict, and would be ignored here: leave "
         "it out"
