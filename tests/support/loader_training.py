@@ -23,7 +23,7 @@ class Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Load a sample."""
-        time.sleep(0.002)
+        time.sleep(0.02)
         return torch.tensor([float(index % 7)])
 
 

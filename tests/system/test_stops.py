@@ -75,11 +75,11 @@ def test_a_cancelled_run_here_has_its_checkpoint(
 @pytest.mark.parametrize(
     ("how", "retries", "start"),
     [
-        ("toolkit cancel", {}, "cold"),
         ("scancel", {}, "warm"),  # Slurm signals the fork server, too
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                ("toolkit cancel", {}, "cold"),
                 ("scancel", {}, "cold"),
                 ("time limit", {}, "cold"),
                 ("time limit", {}, "warm"),
@@ -190,7 +190,7 @@ class Samples(Dataset):
     def __len__(self):
         return 10000
     def __getitem__(self, index):
-        time.sleep(0.002)
+        time.sleep(0.02)
         return torch.tensor([float(index % 7)])
 
 class Model(LightningModule):
@@ -217,7 +217,7 @@ class Samples(Dataset):
     def __len__(self):
         return 1000000
     def __getitem__(self, index):
-        time.sleep(0.002)
+        time.sleep(0.02)
         return torch.tensor([float(index % 7)])
 
 class Progress:
@@ -254,7 +254,7 @@ class Samples(Dataset):
     def __len__(self):
         return 1000000
     def __getitem__(self, index):
-        time.sleep(0.002)
+        time.sleep(0.02)
         return {"x": torch.tensor([float(index % 7)])}
 
 class Model(torch.nn.Module):
