@@ -81,7 +81,7 @@ def alive(run_dir: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_ranks_that_are_killed_go_on_with_the_same_bits(
     kills: int, tmp_path: Path, until: Until
 ) -> None:

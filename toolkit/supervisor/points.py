@@ -5,6 +5,7 @@ Points that run at the same time have separate GPUs.
 
 import contextlib
 import glob
+import itertools
 import os
 import signal
 import subprocess
@@ -74,7 +75,9 @@ def gpus_here() -> List[str]:
     """Return the available NVIDIA GPUs, without importing torch."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return list(filter(None, chosen.split(",")))
+        # CUDA ignores all from the first negative number on; -1 alone hides every GPU.
+        usable = itertools.takewhile(lambda gpu: not gpu.startswith("-"), chosen.split(","))
+        return list(filter(None, usable))
     found = [path[len("/dev/nvidia") :] for path in glob.glob("/dev/nvidia[0-9]*")]
     # CUDA counts from 0, also in a container with /dev/nvidia5 alone.
     return [str(index) for index in range(sum(map(str.isdecimal, found)))]

@@ -75,7 +75,10 @@ def slurm_conf(shape: Shape, state: StateDir, job_id: int) -> str:
         "MailProg=/bin/true",
         "MpiDefault=none",
         # The plugins that work with cgroup v1, v2 and none.
+        # linuxproc looks for a step's processes 1, 3, 7, 15, 31 and 63 s after its end. With the
+        # default of 60 s, one that is still there at 31 s would drain the node.
         "ProctrackType=proctrack/linuxproc",
+        "UnkillableStepTimeout=180",
         "TaskPlugin=task/none",
         "JobAcctGatherType=jobacct_gather/linux",
         "JobAcctGatherFrequency=5",

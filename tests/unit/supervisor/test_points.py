@@ -57,9 +57,12 @@ def test_as_many_points_run_at_once_as_fit(
 def test_gpus_are_those_that_the_user_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
     assert gpus_here() == ["5", "GPU-7"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,-1,0")  # CUDA reads no further than -1
+    assert gpus_here() == ["1"]
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
-    assert gpus_here() == []
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert gpus_here() == []
 
 
 def test_gpus_are_counted_from_0_also_in_a_container_with_some(
