@@ -207,7 +207,9 @@ def submitting(bench: Bench, rounds: int) -> None:
 
 def planning(bench: Bench) -> None:
     """Plan for very many nodes, and have the scheduler plan, too."""
-    job, hand = bench.folder / "bench.yaml", bench.folder / "hand.sbatch"
+    job, hand = bench.folder / "wide.yaml", bench.folder / "hand.sbatch"
+    training = (*TRAINING, "--global-batch", CLOUD_NODES)  # a sample per rank
+    job.write_text(JOB.replace(json.dumps(TRAINING), json.dumps(training)))
     nodes = f"resources.nnodes={CLOUD_NODES}"
     profile = bench.profile("cloud", partition="cloud")
     script = bench.folder / "cloud.sbatch"

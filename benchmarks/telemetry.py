@@ -28,6 +28,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 from tests.support.told_run import run_at
 from toolkit.runs.state import RunState, RunStatus
+from toolkit.supervisor.watchdog_files import write_watchdog
 from train.rundir.files import RunDirectory
 from train.runtime.rank import RankInfo
 
@@ -37,7 +38,7 @@ STEP_US, STALL_S, SECONDS, MEGABYTES, PERCENT = 20.0, 1.0, 10.0, 500.0, 5.0
 
 WATCHED, BETWEEN_S, STEPS_PER_S = 100, 5, 10
 
-LIMIT_S = 3
+LIMIT_S, MOST_S = 3, 600
 
 HANGS = {
     "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -94,16 +95,12 @@ def metrics_us(folder: Path, steps: int) -> float:
 def run_of(folder: Path, text: str, *args: str, limit: str = "", **environ: str) -> str:
     """Run a script on two ranks in a new folder, with a watchdog or not; return what it prints."""
     shutil.rmtree(folder, ignore_errors=True)
-    exchange = folder / "logs/attempt-0/watchdog"
-    (exchange / "site").mkdir(parents=True)
-    for name in ("start.sh", "watchdog.py", "stragglers.py"):
-        shutil.copy(WATCHDOG / name, exchange)
-    for name in ("sitecustomize.py", "rank_watch.py"):
-        shutil.copy(WATCHDOG / name, exchange / "site")
+    exchange = str(folder / "logs/attempt-0/watchdog")
+    begin = write_watchdog(exchange, watches=True, reads_steps=False, children=False)
     script = folder / "script.py"
     script.write_text(text, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    start = ["sh", str(exchange / "start.sh"), limit] if limit else []
+    start = ["sh", begin, limit] if limit else []
     environ |= {"TRAIN_ATTEMPT": "0", "TRAIN_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*start, *torchrun, *args],
@@ -112,6 +109,7 @@ def run_of(folder: Path, text: str, *args: str, limit: str = "", **environ: str)
         stderr=subprocess.DEVNULL if args else None,
         text=True,
         check=not args,
+        timeout=MOST_S,
     )
     return done.stdout
 
