@@ -67,7 +67,7 @@ def new(folder: Path, job: str | None) -> None:
 def init(
     kind: str | None, name: str | None, output: Path | None, only_print: bool, force: bool
 ) -> None:
-    """Detect the site, and write a profile of it; without another one it becomes the default."""
+    """Detect the site, and write a profile of it: the default one, if there is none."""
     from toolkit.profile import draft
     from toolkit.profile.detect import discover
 

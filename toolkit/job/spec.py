@@ -170,9 +170,10 @@ class Mount(FrozenModel):
     """A folder that the job needs from outside."""
 
     source: types.MountSource
-    """The folder on the node: an absolute path. On Kubernetes also `claim:NAME` (a volume claim),
-    `configmap:NAME`, `secret:NAME`, `nfs:SERVER:/PATH`, or `empty:` for a scratch folder that is
-    lost with the pod, `empty:10GiB` for one of limited size."""
+    """The folder on the node: an absolute path (in pods only with `pod_security: privileged`). On
+    Kubernetes also `claim:NAME` (a volume claim), `configmap:NAME`, `secret:NAME`,
+    `nfs:SERVER:/PATH` (not with `pod_security: restricted`), or `empty:` for a scratch folder that
+    is lost with the pod, `empty:10GiB` for one of limited size."""
 
     target: types.AbsolutePath
     """The path inside the job."""

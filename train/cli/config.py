@@ -70,7 +70,7 @@ class Config:
     """Samples per optimizer step over all ranks together."""
     micro_batch: Count | None = None
     """Samples per forward pass of a rank; smaller needs less memory (default: a rank's share; with
-    pp, a part of it)."""
+    pp or --reduce exact, a part of it)."""
     eval_batch: Count | None = None
     """Samples per forward pass of a rank in evaluations (default: as many as in training), and with
     predict (default: --micro-batch, or 64)."""
